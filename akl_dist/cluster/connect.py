@@ -1,0 +1,51 @@
+"""Joining or starting a Ray cluster, and leaving it as it was found. A cluster that this process did not start is never
+stopped. The rules for ``cluster.address`` stand in ``cluster.environment``, which must have prepared the process before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ray
+
+from akl_dist.cluster.environment import resolve_address
+from akl_dist.contract.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Connection:
+    """``own`` is True when this process started the cluster."""
+
+    address: str
+    own: bool
+
+    def close(self) -> None:
+        """Leave the cluster; ``ray.shutdown`` ends exactly what ``ray.init`` started here."""
+        ray.shutdown()
+
+
+def connect(address: str, *, num_cpus: int | None, object_store_mib: int, say: Callable[[str], None]) -> Connection:
+    """Connect to or start the cluster.
+
+    Raises:
+        ClusterError: the named cluster does not answer or wants a token.
+    """
+    target = resolve_address(address)
+    if target is None:
+        ray.init(
+            address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
+            object_store_memory=object_store_mib * 2**20, logging_level=logging.WARNING,
+        )
+        return Connection("local", own=True)
+    try:
+        ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise ClusterError(
+            "cluster.address", got=f"{target}: {words[0]}", expected="a Ray cluster that answers",
+            remedy="Start it (ray start --head), or use cluster.address=local. With token authentication set "
+                   "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the head.", stage="cluster",
+        ) from error
+    say(f"connected to the Ray cluster at {target} (it will not be stopped)")
+    return Connection(target, own=False)

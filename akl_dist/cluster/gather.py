@@ -1,0 +1,131 @@
+"""The one place that waits on Ray. Every wait has a limit and names whom it waits for.
+
+When several actors fail together (one dies, its peers then lose their collective), the cause is reported and not the echo:
+a dead actor first, then an error raised on purpose, then anything else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from akl_dist.contract.errors import ActorDied, AklError, DeadlineExceeded, RunError
+from akl_dist.contract.records import Handle
+
+ECHO_WINDOW_S = 3.0
+"""After a first failure, how long to look for the failure that caused it."""
+
+
+def gather(refs: Mapping[str, Any], *, timeout_s: float, stage: str, doing: str) -> dict[str, Any]:
+    """Results of named remote calls, in the order of ``refs``.
+
+    Args:
+        refs: actor name -> object reference of the call's result.
+        timeout_s: limit for all of them together.
+        stage: stage word for errors.
+        doing: what the actors were asked to do ("sampling step 3").
+
+    Raises:
+        ActorDied, DeadlineExceeded: naming the actors.
+        AklError: the error an actor raised on purpose, as raised there.
+        RunError: any other exception of an actor, with its traceback.
+    """
+    names = {ref: name for name, ref in refs.items()}
+    waiting, results = list(refs.values()), {}
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(names[ref] for ref in waiting)
+            raise DeadlineExceeded(
+                late, got=f"no answer within {timeout_s:g} s while {doing}", expected="an answer",
+                remedy=f"Look at the logs of these actors; raise {stage}.timeout_s if the work is really that long.",
+                stage=stage, actor=late,
+            )
+        for ref in ready:
+            value, error = _result(ref, names[ref], stage, doing)
+            if error is not None:
+                raise _cause([error, *_echoes(waiting, names, stage, doing)])
+            results[names[ref]] = value
+    return {name: results[name] for name in refs}
+
+
+def _result(ref: Any, name: str, stage: str, doing: str) -> tuple[Any, AklError | None]:
+    try:
+        return ray.get(ref, timeout=60.0), None
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, AklError):
+            cause.actor = cause.actor or name
+            return None, cause
+        return None, RunError(
+            name, got=f"{type(cause).__name__} while {doing}: {cause}", expected="a result",
+            remedy=f"Traceback of the actor:\n{error}", stage=stage, actor=name,
+        )
+    except (RayActorError, OutOfMemoryError) as error:
+        return None, died(name, stage, doing, error)
+    except (ObjectLostError, GetTimeoutError) as error:
+        return None, died(name, stage, f"fetching its result of {doing}", error)
+
+
+def died(name: str, stage: str, doing: str, error: Exception) -> ActorDied:
+    """The error for an actor whose process is gone; Ray's own words (which name memory kills) are kept."""
+    first = str(error).strip().splitlines()
+    return ActorDied(
+        name, got=f"its process ended while {doing} ({type(error).__name__}: {first[0] if first else 'no reason given'})",
+        expected="a living actor",
+        remedy="See logs/ in the run directory for its last lines; resume with the same run_id to go on from the last checkpoint.",
+        stage=stage, actor=name,
+    )
+
+
+def _echoes(waiting: list, names: Mapping[Any, str], stage: str, doing: str) -> Iterable[AklError]:
+    deadline = time.monotonic() + ECHO_WINDOW_S
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for ref in ready:
+            _, error = _result(ref, names[ref], stage, doing)
+            if error is not None:
+                yield error
+
+
+def _cause(errors: list[AklError]) -> AklError:
+    def rank(error: AklError) -> int:
+        if isinstance(error, ActorDied):
+            return 0
+        return 2 if type(error) is RunError else 1
+
+    return min(errors, key=rank)  # min keeps the first in time among equals
+
+
+def fetch(handle: Handle, *, timeout_s: float, stage: str, what: str) -> Any:
+    """The record behind a handle; a record that never went through a store is returned as it is."""
+    if not isinstance(handle, ray.ObjectRef):
+        return handle
+    try:
+        return ray.get(handle, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(
+            what, got=f"not delivered within {timeout_s:g} s", expected="the arrays behind a handle",
+            remedy="Check the object store and the network between nodes.", stage=stage,
+        ) from error
+    except RayError as error:
+        raise died(f"owner of {what}", stage, f"fetching {what}", error) from error
+
+
+def store(value: Any) -> Handle:
+    """Put a record of arrays into the object store of this node and return its handle."""
+    return ray.put(value)

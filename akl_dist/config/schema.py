@@ -1,0 +1,196 @@
+"""The whole configuration as frozen dataclasses: the only home of defaults. Imports nothing but the standard library.
+
+Keys are read as ``group.key`` on the command line (``learner.lr=1e-6``). Lengths are tokens, times are seconds, sizes name
+their unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    address: str = "auto"  # auto (RAY_ADDRESS, else own running cluster, else local) | local | an address
+    device: str = "cpu"  # cpu | cuda: what engines, reference and learner run on
+    layout: str = "colocated"  # colocated | separate: whether roles share bundles or own their devices
+    num_nodes: int = 1
+    devices_per_node: int = 0  # accelerators per node; 0 on CPU
+    cpus_per_actor: float = 1.0  # CPU share of one bundle
+    num_cpus: int | None = None  # CPUs of a local cluster; null = the machine's
+    object_store_mib: int = 512  # shared memory of a local cluster
+    start_timeout_s: float = 240.0  # until every actor has answered once
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "tiny"  # "tiny" (embedded), a local folder, or a hub name
+    dtype: str = "float32"  # float32 | bfloat16: learner and reference weights
+    attention: str = "sdpa"  # sdpa | eager | flash_attention_2
+
+
+@dataclass(frozen=True)
+class ColumnsConfig:
+    prompt: str | None = None  # null = the recipe's own column
+    answer: str | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    recipe: str = "tiny"  # tiny | gsm8k | math | gsm8k_math | generic
+    name: str | None = None  # hub data set, instead of the recipe's own
+    path: str | None = None  # local JSONL or Parquet file, instead of the hub
+    split: str = "train"
+    eval_path: str | None = None
+    eval_split: str = "test"
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    system_prompt: str | None = None
+    prompt_suffix: str | None = None  # null = the recipe's own instruction after each problem
+    max_prompt_tokens: int = 64
+    overlong: str = "drop"  # drop (counted and reported) | error
+    limit: int | None = None  # use only the first N training rows
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    num_engines: int = 1
+    tensor_parallel_size: int = 1
+    prompts_per_step: int = 32
+    group_size: int = 8
+    temperature: float = 1.0
+    max_response_tokens: int = 64
+    dtype: str = "float32"  # weights and activations of the engines
+    kv_cache_gib: float = 1.0  # CPU only
+    gpu_memory_utilization: float = 0.4  # CUDA only
+    max_num_seqs: int = 256
+    enforce_eager: bool = True
+    num_threads: int = 1
+    max_staleness: int = 0  # policy versions between sampling and the first update on the sample
+    replay: str | None = None  # folder of rollout dumps to train from, without engines
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    kind: str = "math"
+    num_workers: int = 1  # killable grader processes
+    timeout_s: float = 5.0  # wall clock of one judgement
+    tasks_per_worker: int = 2000  # a grader process is recycled after this many
+    max_faulty_fraction: float = 0.2  # share of timeout, error and invalid_gold that stops the run
+    batch_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class RolesConfig:
+    rule: str = "majority"  # majority | position | entropy | verifier
+    entropy_source: str = "reference"
+    entropy_quantile: float = 0.5
+    entropy_window: int = 9
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    num_workers: int = 1
+    max_tokens_per_batch: int = 8192
+    num_threads: int = 1
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    beta_reasoning: float = 1e-3
+    beta_answer: float = 4e-2
+    direction_reasoning: str = "forward"  # forward = KL(ref||pi) | reverse = KL(pi||ref) | symmetric
+    direction_answer: str = "reverse"
+    estimator: str = "sampled"  # sampled | full (exact over the vocabulary)
+    state_weight: str = "token"  # token | cumulative
+    max_weight: float | None = 2.0  # truncation of the importance weight; null = none
+    placement: str = "loss"
+    kl_denominator: str = "tokens"
+    full_vocabulary_limit: int = 4096  # estimator full ships [tokens, vocabulary] from the reference
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    policy_loss: str = "ppo"
+    policy_loss_params: dict[str, Any] = field(default_factory=dict)  # e.g. {clip_low: 0.2, clip_high: 0.2}
+    anchor: str = "old"  # old | rollout
+    aggregation: str = "token_mean"  # token_mean | seq_mean_token_mean | seq_mean_token_sum_norm
+    aggregation_norm: int = 8192  # constant of seq_mean_token_sum_norm
+    normalize_std: bool = True
+    entropy_coef: float = 0.0
+    kl: KLConfig = field(default_factory=KLConfig)
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    num_ranks: int = 2
+    lr: float = 1e-6
+    warmup_steps: int = 0  # optimizer steps of linear warm-up
+    weight_decay: float = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = 1.0
+    updates_per_step: int = 1
+    max_tokens_per_micro_batch: int = 8192
+    logprob_chunk_tokens: int = 1024  # rows of [chunk, vocabulary] logits alive at once
+    gradient_checkpointing: bool = False
+    offload_optimizer: bool = False
+    param_persistence_threshold: int = 0  # ZeRO-3: smaller parameters stay whole on every rank
+    num_threads: int = 1
+    timeout_s: float = 900.0
+
+
+@dataclass(frozen=True)
+class WeightSyncConfig:
+    bucket_mib: float = 256.0
+    probe_sequences: int = 8
+    max_gap: float | None = 1e-3  # nats, largest allowed; null = no bound on the maximum (bfloat16)
+    mean_gap: float = 1e-3  # nats, mean
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 0  # steps; 0 = only at the end and on SIGTERM
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: int = 0  # steps; 0 = before and after training
+    samples: int = 4  # k of avg@k
+    num_problems: int = 256
+    seed: int = 1234  # the same sampling seeds at every evaluation
+
+
+@dataclass(frozen=True)
+class JournalConfig:
+    tensorboard: bool = True
+    dump_rollouts: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    experiment: str = "default"
+    seed: int = 0
+    steps: int = 10
+    run_id: str | None = None  # null = a new timestamp with a suffix
+    output_dir: str = "outputs"
+    resume: str = "auto"  # auto | never | path of a checkpoint
+    dry_run: bool = False
+    debug: bool = False
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)

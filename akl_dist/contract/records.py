@@ -1,0 +1,257 @@
+"""Frozen records that cross processes: small headers plus opaque handles to bulk arrays.
+
+The unit is the *group*: one prompt and its ``G`` sampled responses. Bulk arrays of a group (token ids, log-probs, masks,
+text) live behind a ``Handle`` that a pool made and a worker resolves; the driver only ever moves headers. Each later stage has
+a later type that contains the earlier one, so that fields of different samples cannot be mixed up.
+
+Flat layout of every per-token array of a group: the responses' tokens one after another, ``n = sum(response_lengths)``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Handle = Any
+"""An opaque reference to a record of arrays (a Ray object reference on a cluster, the record itself in unit tests)."""
+
+
+class Status(str, enum.Enum):
+    """Typed verdict. Only OK, WRONG and NO_ANSWER train; the others are masked out and counted."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    NO_ANSWER = "no_answer"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    INVALID_GOLD = "invalid_gold"
+
+    @property
+    def trains(self) -> bool:
+        return self in (Status.OK, Status.WRONG, Status.NO_ANSWER)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier says of one response. ``extracted`` is the raw answer string, ``span`` its character range in the text."""
+
+    status: Status
+    extracted: str | None = None
+    span: tuple[int, int] | None = None
+    reason: str = ""
+
+    @property
+    def correct(self) -> bool | None:
+        if not self.status.trains:
+            return None
+        return self.status is Status.OK
+
+    @property
+    def reward(self) -> float | None:
+        """1.0 for ok, 0.0 for wrong and no_answer, None (never 0) where the grader gave no verdict."""
+        if not self.status.trains:
+            return None
+        return 1.0 if self.status is Status.OK else 0.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem, tokenised once. ``prompt_id`` is unique in its source: ``"<source>/<row id>"``."""
+
+    prompt_id: str
+    source: str
+    text: str
+    token_ids: tuple[int, ...]
+    gold: str
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError(f"prompt {self.prompt_id}: no token ids")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What an engine needs to draw a batch; every field is always sent explicitly.
+
+    ``seed_key`` is hashed with the prompt id and the sample index into the request's own seed, so samples do not
+    depend on which engine draws them or in what order.
+    """
+
+    group_size: int
+    temperature: float
+    max_response_tokens: int
+    end_ids: tuple[int, ...]
+    seed_key: tuple[int | str, ...]
+
+
+# --- rollout -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RolloutArrays:
+    """token_ids int32 [n], logp float32 [n] (of the distribution actually sampled: after temperature)."""
+
+    token_ids: np.ndarray
+    logp: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.token_ids.shape != self.logp.shape or self.token_ids.ndim != 1:
+            raise ValueError(f"token ids {self.token_ids.shape} and log-probs {self.logp.shape} do not align")
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """Responses to one prompt. ``finish_reasons`` come from the engine ("stop" or "length"); lengths count the end token."""
+
+    prompt: Prompt
+    response_lengths: tuple[int, ...]
+    finish_reasons: tuple[str, ...]
+    policy_version: int
+    engine: str
+    arrays: Handle  # -> RolloutArrays
+
+    def __post_init__(self) -> None:
+        if len(self.response_lengths) != len(self.finish_reasons):
+            raise ValueError(f"prompt {self.prompt.prompt_id}: {len(self.response_lengths)} lengths, "
+                             f"{len(self.finish_reasons)} finish reasons")
+        if any(n < 1 for n in self.response_lengths):
+            raise ValueError(f"prompt {self.prompt.prompt_id}: empty response")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.response_lengths)
+
+
+# --- verify ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JudgedArrays:
+    """texts [G]; position_mask bool [n] and verifier_mask bool [n]: two of the three votes on token roles."""
+
+    texts: tuple[str, ...]
+    position_mask: np.ndarray
+    verifier_mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class JudgedGroup:
+    """Verdicts of one group. ``answer_span_tokens`` [G]: tokens overlapping the verifier's answer span (0 if none)."""
+
+    prompt_id: str
+    verdicts: tuple[Verdict, ...]
+    answer_span_tokens: tuple[int, ...]
+    arrays: Handle  # -> JudgedArrays
+
+
+# --- reference ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReferenceArrays:
+    """logp float32 [n], entropy float32 [n]; logprobs float32 [n, V] only where the KL estimator is ``full``, else None."""
+
+    logp: np.ndarray
+    entropy: np.ndarray
+    logprobs: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class ReferenceGroup:
+    """Scores of one group under the frozen reference. ``kl_k1``/``kl_k3`` [G]: per-response sums of the value estimators
+    of KL(mu || ref), from the engine's and the reference's log-probs."""
+
+    prompt_id: str
+    kl_k1: tuple[float, ...]
+    kl_k3: tuple[float, ...]
+    arrays: Handle  # -> ReferenceArrays
+
+
+# --- roles and advantages ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoleArrays:
+    """answer_mask bool [n]: True on answer tokens, False on reasoning tokens."""
+
+    answer_mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class LabelledGroup:
+    """A group with everything but its advantages. ``answer_tokens`` [G] counts tokens whose role is answer;
+    ``vote_counts`` counts tokens by (position, entropy, verifier) votes, in the order of the binary number."""
+
+    rollout: RolloutGroup
+    judged: JudgedGroup
+    reference: ReferenceGroup
+    answer_tokens: tuple[int, ...]
+    vote_counts: tuple[int, ...]
+    roles: Handle  # -> RoleArrays
+
+    def __post_init__(self) -> None:
+        ids = {self.rollout.prompt.prompt_id, self.judged.prompt_id, self.reference.prompt_id}
+        if len(ids) != 1:
+            raise ValueError(f"records of different prompts joined: {sorted(ids)}")
+        size = len(self.rollout.response_lengths)
+        if not (len(self.judged.verdicts) == len(self.reference.kl_k1) == len(self.answer_tokens) == size):
+            raise ValueError(f"prompt {self.rollout.prompt.prompt_id}: stages disagree on the group size {size}")
+
+
+@dataclass(frozen=True)
+class TrainingGroup:
+    """What a learner rank fetches and trains on. ``trains`` [G] is False where there is no verdict."""
+
+    labelled: LabelledGroup
+    advantages: tuple[float, ...]
+    trains: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.labelled.rollout.response_lengths)
+        if not (len(self.advantages) == len(self.trains) == size):
+            raise ValueError(f"prompt {self.labelled.rollout.prompt.prompt_id}: {len(self.advantages)} advantages for {size} responses")
+
+
+# --- learner and weight sync -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Update:
+    """Result of one loop iteration's optimizer steps: metrics (flat names), counters."""
+
+    optimizer_steps: int
+    skipped_steps: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One entry of the sync manifest: name as the engine's checkpoint loader knows it, full shape, dtype name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        out = 1
+        for size in self.shape:
+            out *= size
+        return out
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One completed and verified sync. Gaps are |learner - engine| log-probs in nats over the probe tokens."""
+
+    policy_version: int
+    seconds: float
+    bytes: int
+    buckets: int
+    gap_mean: float
+    gap_p99: float
+    gap_max: float

@@ -1,0 +1,83 @@
+"""Waiting on Ray: limits, names, and which of several failures is reported."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.contract.errors import ActorDied, DeadlineExceeded, NonFiniteLoss, RunError
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(scope="module")
+def workers(local_ray):
+    @local_ray.remote(num_cpus=0)
+    class Worker:
+        def answer(self, value, delay_s=0.0):
+            time.sleep(delay_s)
+            return value
+
+        def fail_on_purpose(self):
+            raise NonFiniteLoss("loss", got="nan", expected="a finite number", remedy="Lower the learning rate.", stage="learner")
+
+        def fail_by_accident(self, delay_s=0.0):
+            time.sleep(delay_s)
+            raise ZeroDivisionError("echo of a lost peer")
+
+        def die(self, delay_s=0.0):
+            time.sleep(delay_s)
+            os._exit(1)
+
+    class Maker:
+        def __call__(self, count):
+            made = [Worker.remote() for _ in range(count)]
+            local_ray.get([worker.answer.remote(0) for worker in made], timeout=120)  # a started process answers at once
+            return made
+
+    return Maker()
+
+
+def test_results_keep_the_order_of_the_names(workers):
+    a, b = workers(2)
+    got = gather({"slow": a.answer.remote(1, 0.3), "fast": b.answer.remote(2)}, timeout_s=30, stage="rollout", doing="answering")
+    assert list(got.items()) == [("slow", 1), ("fast", 2)]
+
+
+def test_a_deadline_names_whom_it_waited_for(workers):
+    a, b = workers(2)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="rollout/run/1") as caught:
+        gather({"rollout/run/0": a.answer.remote(1), "rollout/run/1": b.answer.remote(2, 20)},
+               timeout_s=1.0, stage="rollout", doing="sampling")
+    assert "rollout/run/0" not in str(caught.value) and time.monotonic() - begin < 15
+
+
+def test_an_error_raised_on_purpose_arrives_as_it_was_raised(workers):
+    (a,) = workers(1)
+    with pytest.raises(NonFiniteLoss) as caught:
+        gather({"learner/run/0": a.fail_on_purpose.remote()}, timeout_s=30, stage="learner", doing="updating")
+    assert caught.value.got == "nan" and caught.value.actor == "learner/run/0"
+
+
+def test_an_accident_carries_its_traceback(workers):
+    (a,) = workers(1)
+    with pytest.raises(RunError, match="ZeroDivisionError") as caught:
+        gather({"x": a.fail_by_accident.remote()}, timeout_s=30, stage="learner", doing="updating")
+    assert "fail_by_accident" in caught.value.remedy
+
+
+def test_the_cause_is_reported_and_not_its_echo(workers):
+    """A peer's accident arrives first; the dead actor half a second later is the cause."""
+    a, b = workers(2)
+    with pytest.raises(ActorDied, match="learner/run/1"):
+        gather({"learner/run/0": a.fail_by_accident.remote(), "learner/run/1": b.die.remote(0.5)},
+               timeout_s=30, stage="learner", doing="updating")
+
+
+def test_handles(workers):
+    assert fetch(store([1, 2]), timeout_s=10, stage="learner", what="arrays") == [1, 2]
+    assert fetch("already here", timeout_s=1, stage="learner", what="arrays") == "already here"

@@ -1,0 +1,28 @@
+"""Shared fixtures: one local Ray cluster per session that needs it, and quiet defaults for every process started here."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import pytest
+
+for key, value in {
+    "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(key, value)
+# Ray reads these when it is first imported, so they are set here and not in the fixture.
+os.environ.pop("RAY_ADDRESS", None)
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """A small Ray cluster of this module's own, with a token that no file holds; stopped afterwards."""
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    yield ray
+    ray.shutdown()
