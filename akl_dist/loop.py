@@ -33,23 +33,6 @@ class PromptTaker(Protocol):
     def state(self) -> dict[str, Any]: ...
 
 
-class Recorder(Protocol):
-    """Where a finished step goes: metrics file, TensorBoard, rollout dump, console."""
-
-    def step_done(self, step: int, metrics: dict[str, float], groups: Sequence[TrainingGroup]) -> None: ...
-
-    def evaluation_done(self, evaluation: Evaluation) -> None: ...
-
-
-@dataclass(frozen=True)
-class Stages:
-    rollout: RolloutStage
-    verify: VerifyStage
-    reference: ReferenceStage
-    learner: LearnerStage
-    weight_sync: WeightSyncStage
-
-
 @dataclass(frozen=True)
 class Progress:
     """Absolute counters; what a resume restores. ``step`` is the last finished one."""
@@ -66,6 +49,23 @@ class Progress:
             seen["best"] = evaluation
         seen["last"] = evaluation
         return replace(self, evaluations=seen)
+
+
+class Recorder(Protocol):
+    """Where a finished step goes: metrics file, TensorBoard, rollout dump, console."""
+
+    def step_done(self, progress: Progress, metrics: dict[str, float], groups: Sequence[TrainingGroup]) -> None: ...
+
+    def evaluation_done(self, progress: Progress) -> None: ...
+
+
+@dataclass(frozen=True)
+class Stages:
+    rollout: RolloutStage
+    verify: VerifyStage
+    reference: ReferenceStage
+    learner: LearnerStage
+    weight_sync: WeightSyncStage
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,14 @@ def train(run: Run, progress: Progress) -> Progress:
         progress = evaluated(run, progress)
     while progress.step < config.steps and not run.stop_requested():
         progress, metrics, groups = one_step(run, progress)
-        last = progress.step == config.steps
-        if run.evaluation_prompts and (last or due(progress.step, config.evaluate.every)):
+        if run.evaluation_prompts and due(progress.step, config.evaluate.every):
             progress = evaluated(run, progress)
             metrics |= progress.evaluations["last"].metrics()
-        run.recorder.step_done(progress.step, metrics, groups)
-        if last or due(progress.step, config.checkpoint.every) or run.stop_requested():
+        run.recorder.step_done(progress, metrics, groups)
+        if progress.step == config.steps or due(progress.step, config.checkpoint.every) or run.stop_requested():
             run.save(progress)
+    if run.evaluation_prompts and progress.step == config.steps and progress.evaluations["last"].step != progress.step:
+        progress = evaluated(run, progress)
     return progress
 
 
@@ -143,8 +144,9 @@ def evaluated(run: Run, progress: Progress) -> Progress:
         rollouts, stages.verify.collect(ticket), reference, step=progress.step, policy_version=progress.policy_version,
         data_set=run.evaluation_prompts[0].source, seed=config.evaluate.seed,
     )
-    run.recorder.evaluation_done(evaluation)
-    return progress.with_evaluation(evaluation)
+    progress = progress.with_evaluation(evaluation)
+    run.recorder.evaluation_done(progress)
+    return progress
 
 
 def first_sync(run: Run, progress: Progress) -> None:

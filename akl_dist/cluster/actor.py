@@ -1,35 +1,22 @@
-"""What every actor does first: its own log file, thread count, and stack dumps on a crash."""
+"""What every actor does first: its own log file, and stack dumps on a crash."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+LOG_PATH = "AKL_ACTOR_LOG"
+"""Environment variable of an actor: the file that takes its stdout and stderr; unset or empty for Ray's own."""
 
 
-@dataclass(frozen=True)
-class ActorSpec:
-    """Where one actor runs and how: made by main from the layout, opaque to pools.
-
-    Attributes:
-        name: unique actor name, ``"<stage>/<run id>/<index>"``.
-        options: keyword arguments of ``ActorClass.options`` (resources, placement, environment).
-        log_path: file that takes the actor's stdout and stderr, empty for Ray's own.
-    """
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    log_path: str = ""
-
-
-def enter(log_path: str) -> None:
-    """Redirect this process's stdout and stderr to ``log_path`` (appending) and enable stack dumps.
+def enter() -> None:
+    """Redirect this process's stdout and stderr (appending) and enable stack dumps.
 
     On a node without the run directory's file system the folder cannot be made; output then stays in Ray's own logs.
     """
+    log_path = os.environ.get(LOG_PATH, "")
     if log_path:
         try:
             Path(log_path).parent.mkdir(parents=True, exist_ok=True)

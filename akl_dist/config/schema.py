@@ -93,6 +93,7 @@ class RolesConfig:
 @dataclass(frozen=True)
 class ReferenceConfig:
     num_workers: int = 1
+    ranks_per_worker: int = 1  # devices that hold one copy of the model together; 1 = the whole model on one device
     max_tokens_per_batch: int = 8192
     num_threads: int = 1
     timeout_s: float = 600.0

@@ -1,0 +1,183 @@
+"""Builds the stages of one run on a connected cluster, and takes them down again. main's and job's own part: nothing else
+imports it. All actors start at once; the wait for them has one limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from akl_dist.bookkeeping import checkpoint
+from akl_dist.bookkeeping.checkpoint import Checkpoint, CheckpointState
+from akl_dist.bookkeeping.journal import RunDirectory
+from akl_dist.bookkeeping.pool import ReplayPool, Scribe
+from akl_dist.cluster.gather import gather
+from akl_dist.cluster.placement import layout
+from akl_dist.cluster.reserve import Reservation
+from akl_dist.config.compose import config_hash
+from akl_dist.config.schema import Config
+from akl_dist.contract.records import Prompt
+from akl_dist.data.hub import model_folder
+from akl_dist.data.source import LoadedData, PromptSource
+from akl_dist.learner.pool import LearnerPool, LearnerSettings
+from akl_dist.loop import Progress, PromptTaker, Stages
+from akl_dist.reference.pool import ReferencePool, ReferenceSettings
+from akl_dist.rollout.launch import EngineSettings
+from akl_dist.rollout.pool import RolloutPool
+from akl_dist.rollout.sampling import end_ids
+from akl_dist.summaries import Evaluation
+from akl_dist.verify.pool import VerifyPool, VerifySettings
+from akl_dist.weight_sync.pool import WeightSyncPool
+
+
+class Assembly:
+    """Stages of one run. Construction starts every actor; :meth:`wait_until_ready` waits for them.
+
+    Args:
+        loaded: the data; None in a replay, whose prompts come from the dumps.
+        resumed: the checkpoint to go on from, None for a fresh run.
+    """
+
+    def __init__(
+        self, config: Config, *, directory: RunDirectory, loaded: LoadedData | None, resumed: Checkpoint | None
+    ) -> None:
+        self._config, self._directory, self._resumed = config, directory, resumed
+        self._run_id, self._model = str(config.run_id), str(model_folder(config.model.path))
+        self.end_ids = end_ids(self._model)
+        self._version = resumed.state.counters["policy_version"] if resumed else 0
+        self._reservation = Reservation(layout(config), run_id=self._run_id, log_dir=directory.logs,
+                                        timeout_s=config.cluster.start_timeout_s)
+        self._learner = self._make_learner()
+        self._verify = VerifyPool(
+            run_id=self._run_id, actor_options=self._reservation.options("verify"),
+            settings=VerifySettings(self._model, self.end_ids, config.verify, config.roles))
+        self._reference = self._make_reference()
+        self.dump = Scribe(run_id=self._run_id, folder=directory.rollouts, timeout_s=config.rollout.timeout_s,
+                           options=self._reservation.beside_driver("scribe")) if config.journal.dump_rollouts else None
+        self._engines, self._replay = None, None
+        if config.rollout.replay is None:
+            assert loaded is not None, "only a replay runs without data"
+            self._engines = self._make_engines()
+            self.prompts: PromptTaker = self._prompt_source(loaded)
+        else:
+            self._replay = self._make_replay(config.rollout.replay)
+            self.prompts = self._replay
+        self.probe_prompts: list[Prompt] = loaded.train[:config.weight_sync.probe_sequences] if loaded else []
+        self.stages = self._make_stages()
+
+    # --- construction --------------------------------------------------------------------------------------------
+
+    def _make_engines(self) -> RolloutPool:
+        rollout, data = self._config.rollout, self._config.data
+        settings = EngineSettings(
+            model_path=self._model, dtype=rollout.dtype, device=self._config.cluster.device,
+            max_model_len=data.max_prompt_tokens + rollout.max_response_tokens,
+            tensor_parallel_size=rollout.tensor_parallel_size, kv_cache_gib=rollout.kv_cache_gib,
+            gpu_memory_utilization=rollout.gpu_memory_utilization, max_num_seqs=rollout.max_num_seqs,
+            enforce_eager=rollout.enforce_eager, num_threads=rollout.num_threads, seed=self._config.seed)
+        return RolloutPool(run_id=self._run_id, settings=settings, actor_options=self._reservation.options("rollout"),
+                           timeout_s=rollout.timeout_s)
+
+    def _make_learner(self) -> LearnerPool:
+        config = self._config
+        settings = LearnerSettings(
+            model_path=self._model, dtype=config.model.dtype, attention=config.model.attention, device=config.cluster.device,
+            learner=config.learner, objective=config.objective, temperature=config.rollout.temperature, seed=config.seed,
+            failures=str((self._directory.root / "failures").resolve()))
+        return LearnerPool(run_id=self._run_id, settings=settings, actor_options=self._reservation.options("learner"),
+                           max_staleness=config.rollout.max_staleness, current_version=lambda: self._version)
+
+    def _make_reference(self) -> ReferencePool:
+        config = self._config
+        settings = ReferenceSettings(
+            model_path=self._model, dtype=config.model.dtype, attention=config.model.attention, device=config.cluster.device,
+            temperature=config.rollout.temperature, num_threads=config.reference.num_threads,
+            max_tokens_per_batch=config.reference.max_tokens_per_batch,
+            logprob_chunk_tokens=config.learner.logprob_chunk_tokens,
+            full_vocabulary=config.objective.kl.estimator == "full", timeout_s=config.reference.timeout_s)
+        return ReferencePool(run_id=self._run_id, settings=settings, actor_options=self._reservation.options("reference"))
+
+    def _make_replay(self, folder: str) -> ReplayPool:
+        position = self._resumed.state.prompt_source["replayed_steps"] if self._resumed else 0
+        return ReplayPool(run_id=self._run_id, folder=folder, options=self._reservation.beside_driver("replay"),
+                          timeout_s=self._config.rollout.timeout_s, position=position, policy_version=self._version)
+
+    def _prompt_source(self, loaded: LoadedData) -> PromptSource:
+        if self._resumed:
+            return PromptSource.from_state(loaded.train, self._resumed.state.prompt_source)
+        return PromptSource(loaded.train, seed=self._config.seed)
+
+    def _make_stages(self) -> Stages:
+        rollout = self._engines or self._replay
+        assert rollout is not None
+        sync = self._config.weight_sync
+        weights = self._replay or WeightSyncPool(
+            learner_ranks=self._learner.ranks, engines=self._engines.engines if self._engines else {},
+            bucket_bytes=int(sync.bucket_mib * 2**20), mean_gap=sync.mean_gap, max_gap=sync.max_gap, timeout_s=sync.timeout_s)
+        return Stages(rollout=rollout, verify=self._verify, reference=self._reference, learner=self._learner,
+                      weight_sync=Versioned(weights, self._moved))
+
+    def _moved(self, policy_version: int) -> None:
+        self._version = policy_version
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    def wait_until_ready(self, say: Callable[[str], None]) -> None:
+        """Wait until every actor has loaded what it needs."""
+        begin = time.perf_counter()
+        pools = [p for p in (self._engines, self._learner, self._reference, self._verify) if p is not None]
+        waiting = {name: ref for pool in pools for name, ref in pool.ready().items()}
+        say(f"starting {len(waiting)} actors: {', '.join(waiting)}")
+        gather(waiting, timeout_s=self._config.cluster.start_timeout_s, stage="cluster", doing="starting")
+        say(f"all actors are up after {time.perf_counter() - begin:.0f} s")
+
+    def restore(self) -> Progress:
+        """Load the checkpoint into the learner; the first sync of the loop brings the weights to the engines."""
+        assert self._resumed is not None, "nothing to restore"
+        self._learner.load(self._resumed.folder)
+        state = self._resumed.state
+        evaluations = {name: Evaluation.from_dict(fields) for name, fields in state.evaluation.items() if fields is not None}
+        return Progress(step=self._resumed.step, policy_version=state.counters["policy_version"],
+                        optimizer_steps=state.counters["optimizer_steps"], evaluations=evaluations)
+
+    def save(self, progress: Progress) -> None:
+        """A whole checkpoint or none; older ones go only after this one is verified."""
+        config, root = self._config, self._directory.root
+        temporary = checkpoint.begin(root, progress.step)
+        self._learner.save(temporary)
+        evaluation: dict[str, Any] = {name: None for name in ("initial", "best", "last")}
+        evaluation |= {name: e.to_dict() for name, e in progress.evaluations.items()}
+        saved = checkpoint.commit(temporary, progress.step, CheckpointState(
+            num_ranks=config.learner.num_ranks, config_hash=config_hash(config), prompt_source=self.prompts.state(),
+            counters={"policy_version": progress.policy_version, "optimizer_steps": progress.optimizer_steps},
+            evaluation=evaluation, best_step=None))
+        checkpoint.remove_old(root, saved, config.checkpoint.keep, ())
+
+    def export(self, folder: Any) -> None:
+        """The final Hugging Face folder."""
+        self._learner.export(folder.resolve())
+
+    def flush(self) -> None:
+        """Everything that is still being written is on disk afterwards."""
+        if self.dump is not None:
+            self.dump.flush()
+
+    def close(self) -> None:
+        """Stop engines first, then graders and models, then give the bundles back."""
+        for pool in (self._engines, self._replay, self.dump, self._verify, self._reference, self._learner):
+            if pool is not None:
+                pool.close()
+        self._reservation.release()
+
+
+class Versioned:
+    """Weight sync that tells the learner's staleness check which version is current, once a sync has succeeded."""
+
+    def __init__(self, inner: Any, moved: Callable[[int], None]) -> None:
+        self._inner, self._moved = inner, moved
+
+    def sync(self, policy_version: int, probe: Any) -> Any:
+        report = self._inner.sync(policy_version, probe)
+        self._moved(report.policy_version)
+        return report

@@ -1,0 +1,121 @@
+"""The text that ``dry_run=true`` prints: roles and devices, batch arithmetic, what this machine lacks. Stdlib only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from akl_dist.cluster.placement import ROLES, Layout
+from akl_dist.config import models
+from akl_dist.config.schema import Config
+
+UNITS = {"rollout": "engine", "verify": "grader", "reference": "process", "learner": "ZeRO-3 rank"}
+
+
+def plan_text(config: Config, plan: Layout, *, lacking: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+    """The plan of a run, as text.
+
+    Args:
+        plan: ``placement.layout(config)``.
+        lacking: what this machine does not have (cluster, accelerators, hub files), one sentence each.
+        notes: warnings about the configuration, one sentence each.
+    """
+    blocks = [
+        f"plan of {config.experiment}: {config.steps} steps",
+        table(["what", "value"], _model_rows(config)),
+        f"layout {config.cluster.layout} on {config.cluster.device}, cluster {config.cluster.address}: "
+        f"{_count(len(plan.bundles), 'bundle')}, {_number(plan.demand['CPU'])} CPUs, {_number(plan.demand['GPU'])} GPUs",
+        table(["role", "processes", "bundles", "CPUs each", "GPUs each", "threads each"], _role_rows(plan)),
+        "busy threads by phase: " + "; ".join(f"{phase} {threads}" for phase, threads in plan.phase_threads().items()),
+        "one step",
+        table(["what", "value"], batch_rows(config)),
+    ]
+    if notes:
+        blocks.append("\n".join(["notes", *(f"  - {note}" for note in notes)]))
+    blocks.append("\n".join(["this machine lacks", *(f"  - {item}" for item in lacking)]) if lacking else
+                  "this machine lacks nothing that was checked")
+    return "\n\n".join(blocks)
+
+
+def _model_rows(config: Config) -> list[tuple[str, str]]:
+    objective, kl = config.objective, config.objective.kl
+    sizes = models.sizes(config.model.path)
+    size = "sizes unknown here" if sizes is None else (
+        f"{_large(sizes.num_parameters)} parameters, {sizes.num_layers} layers, vocabulary {sizes.vocabulary:,}")
+    params = ", ".join(f"{name}={value}" for name, value in objective.policy_loss_params.items())
+    return [
+        ("model", f"{config.model.path} ({size}), {config.model.dtype}, engines {config.rollout.dtype}"),
+        ("data", f"{config.data.recipe}" + (f" from {config.data.path or config.data.name}" if config.data.path or config.data.name
+                                            else "")),
+        ("policy loss", f"{objective.policy_loss}({params}), anchor {objective.anchor}, {objective.aggregation}"),
+        ("KL on reasoning tokens", f"{kl.direction_reasoning}, beta {kl.beta_reasoning:g}"),
+        ("KL on answer tokens", f"{kl.direction_answer}, beta {kl.beta_answer:g}"),
+        ("KL estimator", f"{kl.estimator}, state weight {kl.state_weight}"),
+        ("token roles", config.roles.rule),
+    ]
+
+
+def _role_rows(plan: Layout) -> list[tuple[str, ...]]:
+    rows = []
+    for role in ROLES:
+        actors = plan.of(role)
+        if not actors:
+            rows.append((role, "none", "", "", "", ""))
+            continue
+        rows.append((
+            role, _count(len(actors), UNITS[role], "processes" if UNITS[role] == "process" else ""),
+            _numbers(sorted({actor.bundle for actor in actors})), _spread(actor.num_cpus for actor in actors),
+            _spread(actor.num_gpus for actor in actors), _spread(actor.num_threads for actor in actors),
+        ))
+    return rows
+
+
+def batch_rows(config: Config) -> list[tuple[str, str]]:
+    """The arithmetic of one step, from prompts to micro-batches; token counts are upper bounds."""
+    rollout, learner = config.rollout, config.learner
+    samples = rollout.prompts_per_step * rollout.group_size
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    updates = learner.updates_per_step
+    per_update = samples // updates
+    return [
+        ("samples", f"{rollout.prompts_per_step} prompts x group of {rollout.group_size} = {samples:,}"),
+        ("tokens, at most", f"{samples:,} x ({config.data.max_prompt_tokens} prompt + {rollout.max_response_tokens} response) = "
+                            f"{samples * longest:,}"),
+        ("samples per engine", f"{samples / max(rollout.num_engines, 1):g}, at most {rollout.max_num_seqs} at a time"),
+        ("optimizer updates", f"{updates} of {per_update:,} samples ({rollout.prompts_per_step // updates} prompts)"),
+        ("samples per rank and update", f"{per_update / learner.num_ranks:g} on {learner.num_ranks} ranks"),
+        ("micro-batch budget", f"{learner.max_tokens_per_micro_batch:,} tokens: at least "
+                               f"{learner.max_tokens_per_micro_batch // longest} of the longest sequences"),
+        ("tokens of the whole run, at most", f"{config.steps * samples * longest:,}"),
+    ]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns under a header and a rule, two spaces apart, indented by two."""
+    lines = [tuple(head), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    written = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([written[0], "  " + "  ".join("-" * width for width in widths), *written[1:]])
+
+
+def _count(number: int, unit: str, plural: str = "") -> str:
+    return f"{number} {unit if number == 1 else plural or unit + 's'}"
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """``0-7`` for a run of numbers, else ``0, 2, 5``; long lists are cut."""
+    if len(values) > 1 and values == list(range(values[0], values[-1] + 1)):
+        return f"{values[0]}-{values[-1]}"
+    return ", ".join(str(value) for value in values[:8]) + (", ..." if len(values) > 8 else "")
+
+
+def _spread(values: Iterable[float]) -> str:
+    distinct = sorted(set(values))
+    return f"{distinct[0]:g}" if len(distinct) == 1 else f"{distinct[0]:g} to {distinct[-1]:g}"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"
+
+
+def _large(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"

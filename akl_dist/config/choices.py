@@ -1,0 +1,120 @@
+"""What each key may hold: closed lists, number ranges, and the parameters of each policy loss. Data only, stdlib only.
+
+The tables of objective names repeat what ``akl_dist.objective`` registers, so that validation needs no torch; a test
+compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+DIRECTIONS = ("forward", "reverse", "symmetric")
+DTYPES = ("float32", "bfloat16")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "cluster.device": ("cpu", "cuda"),
+    "cluster.layout": ("colocated", "separate"),
+    "model.dtype": DTYPES,
+    "model.attention": ("sdpa", "eager", "flash_attention_2"),
+    "data.recipe": ("tiny", "gsm8k", "math", "gsm8k_math", "generic"),
+    "data.overlong": ("drop", "error"),
+    "rollout.dtype": DTYPES,
+    "verify.kind": ("math",),
+    "roles.rule": ("majority", "position", "entropy", "verifier"),
+    "roles.entropy_source": ("reference",),
+    "objective.anchor": ("old", "rollout"),
+    "objective.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"),
+    "objective.kl.direction_reasoning": DIRECTIONS,
+    "objective.kl.direction_answer": DIRECTIONS,
+    "objective.kl.estimator": ("sampled", "full"),
+    "objective.kl.state_weight": ("token", "cumulative"),
+    "objective.kl.placement": ("loss",),
+    "objective.kl.kl_denominator": ("tokens",),
+}
+
+# (key, lowest, highest, whether the lowest itself is allowed); every number is also finite.
+RANGES: tuple[tuple[str, float, float, bool], ...] = (
+    ("seed", 0, 2**63 - 1, True),
+    ("steps", 1, math.inf, True),
+    ("cluster.num_nodes", 1, math.inf, True),
+    ("cluster.devices_per_node", 0, math.inf, True),
+    ("cluster.cpus_per_actor", 0, math.inf, False),
+    ("cluster.num_cpus", 1, math.inf, True),
+    ("cluster.object_store_mib", 80, math.inf, True),  # Ray's own minimum is 75 MiB
+    ("cluster.start_timeout_s", 0, math.inf, False),
+    ("data.max_prompt_tokens", 1, math.inf, True),
+    ("data.limit", 1, math.inf, True),
+    ("rollout.num_engines", 1, math.inf, True),
+    ("rollout.tensor_parallel_size", 1, math.inf, True),
+    ("rollout.prompts_per_step", 1, math.inf, True),
+    ("rollout.group_size", 1, math.inf, True),
+    ("rollout.temperature", 0, math.inf, False),
+    ("rollout.max_response_tokens", 1, math.inf, True),
+    ("rollout.kv_cache_gib", 0, math.inf, False),
+    ("rollout.gpu_memory_utilization", 0, 1, False),
+    ("rollout.max_num_seqs", 1, math.inf, True),
+    ("rollout.num_threads", 1, math.inf, True),
+    ("rollout.max_staleness", 0, math.inf, True),
+    ("rollout.timeout_s", 0, math.inf, False),
+    ("verify.num_workers", 1, math.inf, True),
+    ("verify.timeout_s", 0, math.inf, False),
+    ("verify.tasks_per_worker", 1, math.inf, True),
+    ("verify.max_faulty_fraction", 0, 1, True),
+    ("verify.batch_timeout_s", 0, math.inf, False),
+    ("roles.entropy_quantile", 0, 1, True),
+    ("roles.entropy_window", 1, math.inf, True),
+    ("reference.num_workers", 1, math.inf, True),
+    ("reference.ranks_per_worker", 1, math.inf, True),
+    ("reference.max_tokens_per_batch", 1, math.inf, True),
+    ("reference.num_threads", 1, math.inf, True),
+    ("reference.timeout_s", 0, math.inf, False),
+    ("objective.aggregation_norm", 1, math.inf, True),
+    ("objective.entropy_coef", 0, math.inf, True),
+    ("objective.kl.beta_reasoning", 0, math.inf, True),
+    ("objective.kl.beta_answer", 0, math.inf, True),
+    ("objective.kl.max_weight", 0, math.inf, False),
+    ("objective.kl.full_vocabulary_limit", 1, math.inf, True),
+    ("learner.num_ranks", 1, math.inf, True),
+    ("learner.lr", 0, math.inf, True),
+    ("learner.warmup_steps", 0, math.inf, True),
+    ("learner.weight_decay", 0, math.inf, True),
+    ("learner.max_grad_norm", 0, math.inf, False),
+    ("learner.updates_per_step", 1, math.inf, True),
+    ("learner.max_tokens_per_micro_batch", 1, math.inf, True),
+    ("learner.logprob_chunk_tokens", 1, math.inf, True),
+    ("learner.param_persistence_threshold", 0, math.inf, True),
+    ("learner.num_threads", 1, math.inf, True),
+    ("learner.timeout_s", 0, math.inf, False),
+    ("weight_sync.bucket_mib", 0, math.inf, False),
+    ("weight_sync.probe_sequences", 1, math.inf, True),
+    ("weight_sync.max_gap", 0, math.inf, False),
+    ("weight_sync.mean_gap", 0, math.inf, False),
+    ("weight_sync.timeout_s", 0, math.inf, False),
+    ("checkpoint.every", 0, math.inf, True),
+    ("checkpoint.keep", 1, math.inf, True),
+    ("evaluate.every", 0, math.inf, True),
+    ("evaluate.samples", 1, math.inf, True),
+    ("evaluate.num_problems", 0, math.inf, True),
+    ("evaluate.seed", 0, 2**63 - 1, True),
+)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+# Parameter -> (test of a value, the rule in words).
+Rule = tuple[Callable[[Any], bool], str]
+
+POLICY_LOSS_PARAMS: dict[str, dict[str, Rule]] = {
+    "ppo": {
+        "clip_low": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+        "clip_high": (lambda v: _number(v) and v >= 0, "a number of at least 0"),
+        "dual_clip": (lambda v: v is None or (_number(v) and v > 1), "a number above 1, or null"),
+    },
+}
+
+# Losses whose trust region is measured against the policy that sampled (objective.anchor must be rollout).
+ROLLOUT_ANCHORED: tuple[str, ...] = ()

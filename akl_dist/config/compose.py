@@ -1,0 +1,135 @@
+"""Composition: YAML groups + command-line overrides -> one frozen :class:`Config`. The only user of OmegaConf, with command_line.
+
+Hydra composes, but its schema node is a *plain* dictionary of the dataclasses' defaults, and the result is converted by
+``typed.build``: frozen dataclasses in Hydra's ConfigStore refuse every override, and OmegaConf's typed nodes repair values
+silently (``seed=1.5`` becomes 1). ``@hydra.main`` is not used: it would change output folders and logging, and answers
+mistakes before this code runs. Sweeps keep Hydra's grammar and its sweeper's order (see command_line.sweep).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from akl_dist.config import typed
+from akl_dist.config.schema import Config
+from akl_dist.contract.errors import ConfigError, UserError
+
+# Where a run is written and how it is started, not what it computes.
+NOT_HASHED = ("run_id", "output_dir", "resume", "dry_run", "debug")
+
+
+@cache
+def conf_dir() -> Path:
+    """The folder of YAML files: ``akl_dist/conf`` in an installed wheel, ``conf`` beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError([UserError(
+        "conf", got=f"no config.yaml in {package / 'conf'} or {package.parent / 'conf'}", expected="the shipped YAML files",
+        remedy="Reinstall the package, or run from a complete checkout.", stage="config",
+    )])
+
+
+def group_choices(extra_folders: Sequence[Path] = ()) -> dict[str, list[str]]:
+    """Configuration groups and their choices, from the folders: ``{"data": ["gsm8k", ...], "objective/kl": [...], ...}``."""
+    choices: dict[str, set[str]] = {}
+    for root in (conf_dir(), *extra_folders):
+        for file in sorted(root.rglob("*.yaml")):
+            group = file.parent.relative_to(root).as_posix()
+            if group != ".":
+                choices.setdefault(group, set()).add(file.stem)
+    return {group: sorted(names) for group, names in sorted(choices.items())}
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    ConfigStore.instance().store(name="schema", node=typed.plain(Config()))
+    with initialize_config_dir(config_dir=str(conf_dir()), job_name="akl_dist", version_base="1.3"):
+        yield
+
+
+def compose_plain(overrides: Sequence[str], *, with_hydra: bool = False) -> dict[str, Any]:
+    """The composed configuration as nested dictionaries, interpolations resolved, types unchecked.
+
+    Args:
+        overrides: as ``command_line.check_command_line`` returns them, without sweeps.
+        with_hydra: keep only what a sweep needs of Hydra's own node, under ``"sweep"``.
+    Raises:
+        ConfigError: Hydra or OmegaConf cannot compose them.
+    """
+    try:
+        with _hydra():
+            composed = hydra_compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
+        if with_hydra:
+            params = OmegaConf.select(composed, "hydra.sweeper.params")
+            return {"sweep": {} if params is None else OmegaConf.to_container(params)}
+        data = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__
+        detail = f"{error} ({cause})" if cause is not None and str(cause) not in str(error) else str(error)
+        raise ConfigError([UserError(
+            "composition", got=" ".join(detail.split()), expected=f"YAML groups of {conf_dir()} and overrides that compose",
+            remedy="Mend the file or override named.", stage="config",
+        )]) from error
+    assert isinstance(data, dict)
+    return data
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """The frozen configuration for ``overrides`` (``["+exp=tiny", "learner.lr=1e-4"]``). Types checked, values not yet
+    (``validate.validate``).
+
+    Raises:
+        ConfigError: every unknown key and value of a wrong type, also those in YAML files.
+    """
+    config, problems = typed.build(compose_plain(overrides))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """Text of ``config.yaml`` in the run directory; ``from_yaml`` reads it back to an equal configuration."""
+    return yaml.safe_dump(typed.plain(config), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(text: str) -> Config:
+    """The configuration that ``to_yaml`` wrote.
+
+    Raises:
+        ConfigError: not YAML, unknown keys (written by another version), or values of a wrong type.
+    """
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        data = error
+    if not isinstance(data, dict):
+        raise ConfigError([UserError(
+            "config.yaml", got=str(data)[:200], expected="a YAML mapping written by this program",
+            remedy="Use the config.yaml of a run directory.", stage="config",
+        )])
+    config, problems = typed.build(data)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def config_hash(config: Config) -> str:
+    """SHA-256 (hex) of all keys that decide what a run computes; NOT_HASHED keys do not."""
+    content = {key: value for key, value in typed.leaves(config) if key not in NOT_HASHED}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

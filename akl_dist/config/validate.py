@@ -1,0 +1,306 @@
+"""Rules on a composed configuration: all problems are collected and raised once, each with key, value, rule and remedy.
+
+Stdlib only, so that a mistake is answered in a second, before anything is started. What this machine lacks is not a
+mistake in the configuration: see cluster.placement.lacks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from akl_dist.config import models, typed
+from akl_dist.config.choices import CHOICES, POLICY_LOSS_PARAMS, RANGES, ROLLOUT_ANCHORED
+from akl_dist.config.schema import Config
+from akl_dist.contract.errors import ConfigError, DataError, ModelError, UserError, nearest
+
+FLOAT32_GAP = 1e-3  # nats; engines and learner in float32 agree to about 1e-5
+BFLOAT16_MEAN_GAP = 0.05  # nats; the maximum over thousands of bfloat16 tokens is unbounded in practice
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]*")
+Problems = Iterator[UserError]
+
+
+def validate(config: Config) -> None:
+    """Check every rule.
+
+    Raises:
+        ConfigError: all problems; members are UserError, ModelError (model.path) or DataError (files of data and rollout).
+    """
+    problems = [*_choices(config), *_ranges(config)]
+    wrong = {problem.subject for problem in problems}
+    later = [*_names(config), *_files(config), *_devices(config), *_batch(config), *_lengths(config), *_precision(config),
+             *_policy_loss(config), *_kl(config), *_limits(config), *_unused(config)]
+    problems += [problem for problem in later if problem.subject not in wrong]  # a value out of range breaks sums, too
+    problems += [problem for problem in _model(config) if problem.subject not in wrong]
+    if problems:
+        raise ConfigError(problems)
+
+
+def warnings(config: Config) -> list[str]:
+    """Settings that are allowed and probably not meant, one sentence each."""
+    found: list[str] = []
+    rollout, kl = config.rollout, config.objective.kl
+    if rollout.group_size == 1:
+        found.append("rollout.group_size=1: a group of one has advantage 0, so nothing but the KL term trains.")
+    if rollout.prompts_per_step % rollout.num_engines:
+        found.append(f"rollout.prompts_per_step={rollout.prompts_per_step} does not divide by rollout.num_engines="
+                     f"{rollout.num_engines}: some engines idle at the end of every step.")
+    if rollout.dtype != config.model.dtype:
+        found.append(f"rollout.dtype={rollout.dtype} and model.dtype={config.model.dtype} differ: engine and learner "
+                     "log-probs then differ, too.")
+    if kl.beta_reasoning == 0 and kl.beta_answer == 0:
+        found.append("both betas of objective.kl are 0: no KL term.")
+    if kl.max_weight is None and kl.estimator == "sampled":
+        found.append("objective.kl.max_weight=null: importance weights of the KL term are unbounded.")
+    if config.learner.lr == 0:
+        found.append("learner.lr=0: the weights never change.")
+    if config.evaluate.num_problems == 0:
+        found.append("evaluate.num_problems=0: no evaluation before, during or after training.")
+    judged = rollout.prompts_per_step * rollout.group_size / config.verify.num_workers * config.verify.timeout_s
+    if config.verify.batch_timeout_s < 0.02 * judged:
+        found.append(f"verify.batch_timeout_s={config.verify.batch_timeout_s:g} ends a batch in which 2 % of the judgements "
+                     f"time out (each {config.verify.timeout_s:g} s, {config.verify.num_workers} workers).")
+    return found + not_run_yet(config)
+
+
+def not_run_yet(config: Config) -> list[str]:
+    """Settings that compose, validate and are planned, but that no worker carries out yet; a real run must refuse them."""
+    if config.reference.ranks_per_worker > 1:
+        return [f"reference.ranks_per_worker={config.reference.ranks_per_worker}: a reference model sharded over several "
+                "devices is laid out and planned, not run yet."]
+    return []
+
+
+def _problem(key: str, value: Any, rule: str, remedy: str, kind: type[UserError] = UserError) -> UserError:
+    return kind(key, got=repr(value), expected=rule, remedy=remedy, stage="config")
+
+
+def _choices(config: Config) -> Problems:
+    for key, valid in CHOICES.items():
+        value = typed.value_of(config, key)
+        if value not in valid:
+            close = nearest(value, valid) or next(iter(valid))
+            rule = f"one of {', '.join(valid)}" if len(valid) > 1 else f"{close} (the only one so far)"
+            yield _problem(key, value, rule, f"Write {key}={close}.")
+
+
+def _ranges(config: Config) -> Problems:
+    for key, low, high, inclusive in RANGES:
+        value = typed.value_of(config, key)
+        if value is None:
+            continue  # typed.build lets null pass only where the schema allows it
+        above = value >= low if inclusive else value > low
+        if not (above and value <= high and math.isfinite(value)):
+            rule = f"{'at least' if inclusive else 'above'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+            yield _problem(key, value, f"a number {rule}", f"Give {key} a number {rule}.")
+    for index, beta in enumerate(config.learner.adam_betas):
+        if not 0 <= beta < 1:
+            yield _problem("learner.adam_betas", list(config.learner.adam_betas), "two numbers from 0 to below 1",
+                           f"Mend number {index + 1}; [0.9, 0.999] is usual.")
+    if config.roles.entropy_window % 2 == 0:
+        yield _problem("roles.entropy_window", config.roles.entropy_window, "an odd number (the window is centred)",
+                       f"Write roles.entropy_window={config.roles.entropy_window + 1}.")
+
+
+def _names(config: Config) -> Problems:
+    if not _NAME.fullmatch(config.experiment):
+        yield _problem("experiment", config.experiment, "letters, digits and _ . = , + - (it names a folder)", "Rename it.")
+    parts = (config.run_id or "run").split("/")
+    if len(parts) > 2 or not all(_NAME.fullmatch(part) for part in parts):
+        yield _problem("run_id", config.run_id, "letters, digits and _ . = , + -, one / at most (it names a folder)", "Rename it.")
+    for key in ("output_dir", "model.path", "cluster.address"):
+        if not typed.value_of(config, key).strip():
+            yield _problem(key, typed.value_of(config, key), "a text that is not empty", f"Leave {key} out for its default.")
+
+
+def _files(config: Config) -> Problems:
+    for key in ("data.path", "data.eval_path"):
+        value = typed.value_of(config, key)
+        if value is not None and not Path(value).exists():
+            yield _problem(key, value, "an existing file (JSONL or Parquet) or folder", "Check the path.", DataError)
+    data = config.data
+    if data.recipe == "generic" and data.path is None and data.name is None:
+        yield _problem("data.path", None, "a file, or data.name, for data.recipe=generic",
+                       "Write data.path=FILE or data.name=HUB_NAME.", DataError)
+    if data.path is not None and data.name is not None:
+        yield _problem("data.name", data.name, "null beside data.path", "Leave one of the two out.", DataError)
+    replay = config.rollout.replay
+    if replay is not None and not (Path(replay).is_dir() and any(Path(replay).glob("*.parquet"))):
+        yield _problem("rollout.replay", replay, "a folder of rollout dumps (step_*.parquet)",
+                       "Name the rollouts folder of a run directory.", DataError)
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        close = nearest(config.resume, ("auto", "never"))
+        yield _problem("resume", config.resume, "auto, never, or an existing checkpoint folder",
+                       f"Write resume={close}." if close else "Check the path.")
+
+
+def _devices(config: Config) -> Problems:
+    cluster = config.cluster
+    if cluster.device == "cpu":
+        if cluster.devices_per_node:
+            yield _problem("cluster.devices_per_node", cluster.devices_per_node, "0 with cluster.device=cpu",
+                           "Write cluster.devices_per_node=0, or cluster.device=cuda.")
+        for key in ("rollout.tensor_parallel_size", "reference.ranks_per_worker"):
+            if typed.value_of(config, key) != 1:
+                yield _problem(key, typed.value_of(config, key), "1 with cluster.device=cpu", f"Write {key}=1.")
+    elif cluster.devices_per_node < 1:
+        yield _problem("cluster.devices_per_node", 0, "at least 1 with cluster.device=cuda", "Write the GPUs of one node.")
+    else:
+        yield from _gpus(config)
+    if cluster.layout == "colocated":
+        for key in ("rollout.tensor_parallel_size", "reference.ranks_per_worker"):
+            if cluster.device == "cuda" and typed.value_of(config, key) != 1:
+                yield _problem(key, typed.value_of(config, key), "1 with cluster.layout=colocated (one bundle per device)",
+                               "Write cluster.layout=separate.")
+    if cluster.address == "local" and cluster.num_nodes != 1:
+        yield _problem("cluster.num_nodes", cluster.num_nodes, "1 with cluster.address=local", "Write cluster.address=auto.")
+    if cluster.num_cpus is not None and cluster.address not in ("local", "auto"):
+        yield _problem("cluster.num_cpus", cluster.num_cpus, "null with the address of a running cluster", "Leave it out.")
+
+
+def _gpus(config: Config) -> Problems:
+    """GPUs that the roles take against those of the cluster as declared."""
+    cluster, rollout, reference = config.cluster, config.rollout, config.reference
+    for key in ("rollout.tensor_parallel_size", "reference.ranks_per_worker"):
+        if typed.value_of(config, key) > cluster.devices_per_node:
+            yield _problem(key, typed.value_of(config, key), f"at most cluster.devices_per_node={cluster.devices_per_node} (one "
+                           "engine or reference server stays on one node)", "Use fewer GPUs for one.")
+    parts = (rollout.num_engines * rollout.tensor_parallel_size, reference.num_workers * reference.ranks_per_worker,
+             config.learner.num_ranks)
+    needed, declared = max(parts) if cluster.layout == "colocated" else sum(parts), cluster.num_nodes * cluster.devices_per_node
+    if needed > declared:
+        yield _problem("cluster.num_nodes", cluster.num_nodes, f"at least {math.ceil(needed / cluster.devices_per_node)}: the "
+                       f"{cluster.layout} layout takes {needed} GPUs (engines {parts[0]}, reference {parts[1]}, learner "
+                       f"{parts[2]}), the cluster is declared with {declared}", "Declare more nodes or use fewer devices.")
+
+
+def _batch(config: Config) -> Problems:
+    rollout, learner = config.rollout, config.learner
+    prompts, updates = rollout.prompts_per_step, max(learner.updates_per_step, 1)
+    if prompts < rollout.num_engines:
+        yield _problem("rollout.num_engines", rollout.num_engines, f"at most rollout.prompts_per_step={prompts} (a prompt's "
+                       "group stays on one engine)", "Use fewer engines or more prompts.")
+    if prompts % updates:
+        divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
+        close = min(divisors, key=lambda n: abs(n - updates))
+        yield _problem("learner.updates_per_step", updates, f"a divisor of rollout.prompts_per_step={prompts}",
+                       f"Write learner.updates_per_step={close}.")
+    elif prompts // updates < learner.num_ranks:
+        yield _problem("learner.num_ranks", learner.num_ranks, f"at most {prompts // updates}, the prompts of one update "
+                       f"({prompts} / {updates})", "Use fewer ranks or updates, or more prompts.")
+
+
+def _lengths(config: Config) -> Problems:
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    for key in ("learner.max_tokens_per_micro_batch", "reference.max_tokens_per_batch"):
+        budget = typed.value_of(config, key)
+        if budget < longest:
+            yield _problem(key, budget, f"at least {longest}, the longest sequence (data.max_prompt_tokens="
+                           f"{config.data.max_prompt_tokens} + rollout.max_response_tokens="
+                           f"{config.rollout.max_response_tokens})", f"Write {key}={longest}.")
+
+
+def _precision(config: Config) -> Problems:
+    sync = config.weight_sync
+    if "bfloat16" in (config.model.dtype, config.rollout.dtype):
+        if sync.max_gap is not None:
+            yield _problem("weight_sync.max_gap", sync.max_gap, "null with bfloat16 (single tokens differ by whole nats)",
+                           "Write weight_sync.max_gap=null.")
+        if not FLOAT32_GAP < sync.mean_gap <= BFLOAT16_MEAN_GAP:
+            yield _problem("weight_sync.mean_gap", sync.mean_gap, f"above {FLOAT32_GAP:g} (bfloat16 rounding exceeds it) and at "
+                           f"most {BFLOAT16_MEAN_GAP:g} nats", f"Write weight_sync.mean_gap={BFLOAT16_MEAN_GAP:g}.")
+    else:
+        for key in ("weight_sync.max_gap", "weight_sync.mean_gap"):
+            value = typed.value_of(config, key)
+            if value is None or value > FLOAT32_GAP:
+                yield _problem(key, value, f"at most {FLOAT32_GAP:g} nats with float32", f"Write {key}={FLOAT32_GAP:g}.")
+    if config.model.attention == "flash_attention_2" and (config.cluster.device, config.model.dtype) != ("cuda", "bfloat16"):
+        yield _problem("model.attention", "flash_attention_2", "sdpa or eager, unless cluster.device=cuda and "
+                       "model.dtype=bfloat16", "Write model.attention=sdpa.")
+
+
+def _policy_loss(config: Config) -> Problems:
+    objective = config.objective
+    accepted = POLICY_LOSS_PARAMS.get(objective.policy_loss)
+    if accepted is None:
+        close = nearest(objective.policy_loss, POLICY_LOSS_PARAMS) or "ppo"
+        yield _problem("objective.policy_loss", objective.policy_loss, f"one of {', '.join(POLICY_LOSS_PARAMS)}",
+                       f"Write objective.policy_loss={close}.")
+        return
+    for name, value in objective.policy_loss_params.items():
+        key = f"objective.policy_loss_params.{name}"
+        if name not in accepted:
+            close = nearest(name, accepted)
+            yield _problem(key, value, f"a parameter of {objective.policy_loss}: {', '.join(accepted)}",
+                           f"Write {close}." if close else "Leave it out.")
+        elif not accepted[name][0](value):
+            yield _problem(key, value, accepted[name][1], f"Give {name} {accepted[name][1]}.")
+    if objective.policy_loss in ROLLOUT_ANCHORED and objective.anchor != "rollout":
+        yield _problem("objective.anchor", objective.anchor, f"rollout with objective.policy_loss={objective.policy_loss}",
+                       "Write objective.anchor=rollout.")
+
+
+def _kl(config: Config) -> Problems:
+    kl = config.objective.kl
+    if kl.max_weight is not None and kl.max_weight < 1:
+        yield _problem("objective.kl.max_weight", kl.max_weight, "at least 1 (on-policy weights are 1), or null", "2 is usual.")
+
+
+def _limits(config: Config) -> Problems:
+    verify = config.verify
+    if verify.batch_timeout_s <= verify.timeout_s:
+        yield _problem("verify.batch_timeout_s", verify.batch_timeout_s, f"above verify.timeout_s={verify.timeout_s:g}: the "
+                       "batch must outlast one judgement", "Raise it, or lower verify.timeout_s.")
+
+
+def _unused(config: Config) -> Problems:
+    """Keys that the chosen variant does not read, set to something else than the default: most likely a mistake."""
+    objective, cluster = config.objective, config.cluster
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("objective.aggregation_norm", objective.aggregation == "seq_mean_token_sum_norm",
+         "objective.aggregation=seq_mean_token_sum_norm"),
+        ("roles.entropy_quantile", config.roles.rule in ("majority", "entropy"), "roles.rule=majority or entropy"),
+        ("roles.entropy_window", config.roles.rule in ("majority", "entropy"), "roles.rule=majority or entropy"),
+        ("objective.kl.full_vocabulary_limit", objective.kl.estimator == "full", "objective.kl.estimator=full"),
+        ("objective.kl.max_weight", objective.kl.estimator == "sampled" or objective.kl.state_weight == "cumulative",
+         "objective.kl.estimator=sampled or state_weight=cumulative"),
+        ("rollout.gpu_memory_utilization", cluster.device == "cuda", "cluster.device=cuda"),
+        ("learner.offload_optimizer", cluster.device == "cuda", "cluster.device=cuda"),
+        ("rollout.kv_cache_gib", cluster.device == "cpu", "cluster.device=cpu"),
+    )
+    for key, read, needed in rules:
+        value = typed.value_of(config, key)
+        if not read and value != typed.default(key):
+            yield _problem(key, value, f"the default unless {needed}: nothing reads it here", f"Leave {key} out, or set {needed}.")
+
+
+def _model(config: Config) -> Problems:
+    try:
+        model = models.sizes(config.model.path)
+    except ModelError as error:
+        yield error
+        return
+    if model is not None:
+        yield from _model_rules(config, model)
+    elif config.objective.kl.estimator == "full":
+        yield _problem("objective.kl.estimator", "full", f"sampled: the vocabulary of {config.model.path} is not known here",
+                       "Write objective.kl.estimator=sampled, or model.path=DIR of a downloaded copy.")
+
+
+def _model_rules(config: Config, model: models.ModelSizes) -> Problems:
+    kl, tensor_parallel = config.objective.kl, config.rollout.tensor_parallel_size
+    if kl.estimator == "full" and model.vocabulary > kl.full_vocabulary_limit:
+        yield _problem("objective.kl.estimator", "full", f"sampled: the vocabulary of {config.model.path} has {model.vocabulary} "
+                       f"entries, objective.kl.full_vocabulary_limit is {kl.full_vocabulary_limit}",
+                       "Write objective.kl.estimator=sampled.")
+    if model.num_heads % tensor_parallel:
+        yield _problem("rollout.tensor_parallel_size", tensor_parallel, f"a divisor of the model's {model.num_heads} heads",
+                       "Use a power of two that divides it.")
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > model.context:
+        yield _problem("rollout.max_response_tokens", config.rollout.max_response_tokens, "data.max_prompt_tokens + "
+                       f"rollout.max_response_tokens at most {model.context}, the context of {config.model.path}",
+                       f"Lower one of the two ({longest} now).")

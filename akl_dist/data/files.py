@@ -1,0 +1,222 @@
+"""Reading rows from local JSONL and Parquet files, from the hub, and from the generated tiny task.
+
+Local files are parsed here with one declared schema, every used column is text, instead of through a table library's
+type inference: numbers keep their written form, an error names the line, and no cache can go stale. The hub goes
+through ``datasets``, which keeps its own cache (``HF_HOME``) and respects ``HF_HUB_OFFLINE``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from akl_dist.config.schema import ColumnsConfig
+from akl_dist.contract.errors import DataError, nearest
+from akl_dist.data.recipes import GoldColumn, Recipe
+
+LISTED = 10
+"""How many offending rows an error message spells out."""
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row as read. ``where`` names it in errors ("line 7", "row 7"), ``row_id`` is its default id in the split."""
+
+    where: str
+    row_id: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One usable row: id (unique in its source), the problem's text, the gold answer."""
+
+    row_id: str
+    text: str
+    gold: str
+
+
+def read_file(path: Path, *, split: str) -> list[RawRow]:
+    """All rows of a JSONL or Parquet file. Raises DataError: missing, of another kind, empty, malformed (by line)."""
+    if not path.is_file():
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else None
+        raise _error(str(path), "no such file", "an existing JSONL or Parquet file",
+                     f"Did you mean {str(path.parent / near)!r}?" if near else "Correct the path.")
+    if path.suffix not in SUFFIXES:
+        raise _error(str(path), f"a file ending in {path.suffix!r}", f"one of {', '.join(SUFFIXES)}",
+                     "Convert the file to JSONL (one object a line) or Parquet.")
+    values = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    rows = [RawRow(where, f"{split}/{index}", row) for index, (where, row) in enumerate(values)]
+    if not rows:
+        raise _error(str(path), "0 rows", "at least one row", "Give a file that has rows.")
+    return rows
+
+
+def _read_jsonl(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
+                    continue
+                # numbers keep their spelling: 0.10 stays "0.10", a 30-digit integer loses nothing
+                row = json.loads(text, parse_float=str, parse_int=str, parse_constant=_no_constant)
+            except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+                raise _error(f"{path}, line {number}", f"malformed JSON ({error})", "one JSON object, UTF-8",
+                             "Correct or remove the line.") from error
+            if not isinstance(row, dict):
+                raise _error(f"{path}, line {number}", f"a JSON {type(row).__name__}", "a JSON object",
+                             "Write one object a line.")
+            yield f"line {number}", row
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _read_parquet(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise _error(str(path), f"an unreadable Parquet file ({error})", "a complete Parquet file",
+                     "Write or copy the file again.") from error
+    for index, row in enumerate(table.to_pylist()):
+        yield f"row {index}", row
+
+
+def read_hub(name: str, config: str | None, *, split: str) -> list[RawRow]:
+    """All rows of a hub data set's split. ``name`` may be a local folder in the hub's layout.
+
+    Raises DataError with the way round (``data.path=``) when it cannot be had. Waits at most for the hub client's own
+    retries (about half a minute without a network; at once with ``HF_HUB_OFFLINE=1``).
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    what = f"hub data set {name}" + (f" ({config})" if config else "")
+    try:
+        table = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise _error(
+            what, f"{type(error).__name__}: {error}", f"its split {split!r}, from the hub or the local cache",
+            "Check the name, the split and the network, or give local files: data.path=FILE and data.eval_path=FILE "
+            "(JSONL or Parquet).",
+        ) from error
+    prefix = f"{split}/{config}" if config and config != "main" else split
+    rows = [RawRow(f"row {index}", f"{prefix}/{index}", row) for index, row in enumerate(table.to_list())]
+    if not rows:
+        raise _error(what, f"0 rows in split {split!r}", "at least one row", "Choose another split.")
+    return rows
+
+
+TINY_SPLITS: Mapping[str, Literal["train", "heldout"]] = {"train": "train", "test": "heldout", "heldout": "heldout"}
+TINY_TRAIN_PROBLEMS = 4096
+
+
+def read_tiny(*, split: str, count: int) -> list[RawRow]:
+    """``count`` generated sums, whatever the run's seed; a longer list starts with the shorter one."""
+    from akl_dist.tiny.task import problems
+
+    if split not in TINY_SPLITS:
+        raise _error("data.split of recipe tiny", repr(split), f"one of {', '.join(TINY_SPLITS)}",
+                     "The tiny task has a training and a held-out side.")
+    drawn = problems(TINY_SPLITS[split], count, seed=0)
+    return [RawRow(f"problem {n}", p.id, {"id": p.id, "text": p.text, "answer": p.answer}) for n, p in enumerate(drawn)]
+
+
+def to_problems(
+    rows: Sequence[RawRow], recipe: Recipe, columns: ColumnsConfig, *, subject: str
+) -> tuple[list[Problem], list[str]]:
+    """Apply the declared schema: id, problem and gold as text.
+
+    Returns the problems and the rows left out because upstream is known to give them no gold answer. Raises DataError
+    naming the rows for a missing column, a missing or non-text value, a gold that the adapter cannot read (coverage
+    must be 100 %), or a repeated id.
+    """
+    found = {column: None for row in rows for column in row.values}
+    prompt_column = _present("data.columns.prompt", columns.prompt, (recipe.prompt_column,), found, subject)
+    gold = _gold_column(recipe, columns, found, subject)
+    id_column = columns.id and _present("data.columns.id", columns.id, (), found, subject)
+    id_column = id_column or next((c for c in recipe.id_columns if c in found), None)
+
+    problems: list[Problem] = []
+    excluded: list[str] = []
+    bad: list[str] = []
+    for row in rows:
+        text, raw_gold = _text(row.values.get(prompt_column)), _text(row.values.get(gold.column))
+        row_id = _text(row.values.get(id_column)) if id_column else row.row_id
+        name = f"{row.where}" + (f" (id {row_id})" if row_id and id_column else "")
+        if not row_id:
+            bad.append(f"{name}: column {id_column!r} has no text")
+        elif not text or not text.strip():
+            bad.append(f"{name}: column {prompt_column!r} has no text")
+        elif raw_gold is not None and (answer := gold.adapter(raw_gold)) is not None:
+            problems.append(Problem(row_id, text, answer))
+        elif known := recipe.known_unusable.get(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()):
+            excluded.append(f"{row.where}: {known}")
+        else:
+            bad.append(f"{name}: prompt without answer (column {gold.column!r})")
+    if bad:
+        listed = "; ".join(bad[:LISTED]) + (f"; and {len(bad) - LISTED} more" if len(bad) > LISTED else "")
+        raise _error(f"{subject}: {len(bad)} of {len(rows)} rows", listed,
+                     f"text in {prompt_column!r} and {gold.expected} in {gold.column!r}, in every row",
+                     "Correct or remove these rows, or name other columns with data.columns.")
+    _check_unique(problems, subject)
+    return problems, excluded
+
+
+def _check_unique(problems: Sequence[Problem], subject: str) -> None:
+    seen: set[str] = set()
+    repeated = [p.row_id for p in problems if p.row_id in seen or seen.add(p.row_id)]
+    if repeated:
+        raise _error(f"{subject}: ids", f"{len(repeated)} repeated, e.g. {', '.join(repeated[:LISTED])}",
+                     "one id per row", "Make the ids unique, or name another column with data.columns.id.")
+
+
+def _text(value: Any) -> str | None:
+    """Lossless text of a cell, or None for a cell that is no text (missing, boolean, list, non-finite number)."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float) and value - value == 0:
+        return repr(value)
+    return None
+
+
+def _gold_column(recipe: Recipe, columns: ColumnsConfig, found: Mapping[str, None], subject: str) -> GoldColumn:
+    """The recipe's gold column that is present. A column of the user's own is read by the recipe's first adapter."""
+    known = {g.column: g for g in recipe.gold_columns}
+    name = _present("data.columns.answer", columns.answer, tuple(known), found, subject)
+    first = recipe.gold_columns[0]
+    return known.get(name) or GoldColumn(name, first.adapter, first.expected)
+
+
+def _present(
+    key: str, override: str | None, defaults: tuple[str, ...], found: Mapping[str, None], subject: str
+) -> str:
+    """The first wanted column that exists. Raises DataError naming the columns found and the nearest of them."""
+    wanted = (override,) if override else defaults
+    for column in wanted:
+        if column in found:
+            return column
+    near = nearest(wanted[0], found)
+    raise _error(
+        f"{subject}: column {' or '.join(repr(w) for w in wanted)}", f"columns {', '.join(found)}", "that column",
+        f"Set {key}={near or 'COLUMN'}" + (f" ({near!r} is the nearest name)." if near else "."),
+    )
+
+
+def _error(subject: str, got: str, expected: str, remedy: str) -> DataError:
+    return DataError(subject, got=got, expected=expected, remedy=remedy, stage="data")

@@ -1,0 +1,72 @@
+"""Chat template of a model: problem text -> prompt token ids, once per prompt. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from akl_dist.contract.errors import DataError, ModelError
+
+
+class PromptTemplate:
+    """Renders one user message (after an optional system message) and tokenises it.
+
+    Args:
+        tokenizer_path: a model folder (or hub name) with ``tokenizer.json`` and a chat template.
+        system_prompt: content of the system message; None for no system message.
+        suffix: the instruction put after every problem.
+
+    Raises ModelError when there is no usable tokenizer or no chat template.
+    """
+
+    def __init__(self, tokenizer_path: str | Path, *, system_prompt: str | None = None, suffix: str = "") -> None:
+        # AutoTokenizer would import torch (seconds); the fast tokenizer class reads the same folder without it.
+        from transformers import PreTrainedTokenizerFast
+
+        self.path, self.suffix, self.system_prompt = str(tokenizer_path), suffix, system_prompt
+        try:
+            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"tokenizer of {self.path}", got=f"{type(error).__name__}: {error}".splitlines()[0],
+                expected="a model folder or hub name with tokenizer.json", stage="data",
+                remedy="Correct model.path, or save the model's fast tokenizer into the folder.",
+            ) from error
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                f"chat template of {self.path}", got="none", expected="a tokenizer with a chat template", stage="data",
+                remedy="Use the instruction-tuned model, or add chat_template.jinja to the model folder.",
+            )
+
+    def message(self, problem: str) -> str:
+        """The user message: the problem, byte for byte, and the instruction."""
+        return problem + self.suffix
+
+    def encode(self, problem: str) -> tuple[int, ...]:
+        """Ids of the whole prompt, ending where the response begins.
+
+        The template writes its own special tokens, so the tokenizer adds none (no second BOS). Raises ModelError when
+        the template refuses the messages and DataError when the tokenizer has no token for the text.
+        """
+        from jinja2 import TemplateError
+
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
+        messages.append({"role": "user", "content": self.message(problem)})
+        try:
+            rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise ModelError(
+                f"chat template of {self.path}", got=f"a refusal: {error}",
+                expected=f"acceptance of the roles {', '.join(m['role'] for m in messages)}", stage="data",
+                remedy="Set data.system_prompt=null if the model knows no system message, or mend its chat template.",
+            ) from error
+        try:
+            ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+        except Exception as error:
+            if type(error) is not Exception:  # the Rust tokenizer raises bare Exception for text outside its vocabulary
+                raise
+            raise DataError(
+                f"text {problem[:60]!r}", got=f"a refusal of the tokenizer ({error})", stage="data",
+                expected="text that the model's vocabulary covers",
+                remedy=f"Use another model.path than {self.path}, or data that fits it.",
+            ) from error
+        return tuple(ids)

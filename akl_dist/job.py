@@ -1,0 +1,222 @@
+"""One run, from a composed configuration to an exit code: directory, resume, cluster, stages, loop, result.
+
+Whatever happens after composition, ``result.json`` says how the run ended, with the first failure in time, and nothing
+that this process started stays behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from akl_dist.cluster import environment, preflight
+from akl_dist.cluster.placement import layout
+from akl_dist.cluster.plan_text import plan_text
+from akl_dist.config import typed
+from akl_dist.config.compose import config_hash, from_yaml
+from akl_dist.config.schema import Config
+from akl_dist.config.validate import not_run_yet, validate, warnings
+from akl_dist.contract.errors import AklError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from akl_dist.bookkeeping.checkpoint import Checkpoint
+    from akl_dist.bookkeeping.journal import RunDirectory
+    from akl_dist.data.source import LoadedData
+    from akl_dist.loop import Progress
+    from akl_dist.recorder import StepRecorder
+
+INTERRUPTED_EXIT = {signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+def dry_run(config: Config) -> int:
+    """Validate, read local files, print the plan and what this machine lacks; holds no accelerator and starts nothing."""
+    try:
+        validate(config)
+        environment.prepare(config.cluster.address)
+        lacking = preflight.lacking(config, layout(config))
+        text = plan_text(config, layout(config), lacking=lacking, notes=warnings(config) + not_run_yet(config))
+        if not any(item.startswith("hub:") for item in lacking):
+            text += f"\n\n{load_data(config).report}"
+    except AklError as error:
+        return _complain(error, config)
+    print(text)
+    return 0
+
+
+def load_data(config: Config) -> LoadedData:
+    """Both sides of the data, tokenised; no accelerator is touched before this has succeeded."""
+    from akl_dist.data.hub import model_folder
+    from akl_dist.data.source import load
+
+    problems = 0 if config.rollout.replay is not None else config.evaluate.num_problems
+    loaded = load(config.data, model_folder(config.model.path), num_eval_problems=problems)
+    if len(loaded.train) < config.rollout.prompts_per_step:
+        raise DataError("rollout.prompts_per_step", stage="data",
+                        got=f"{config.rollout.prompts_per_step} with {len(loaded.train)} usable prompts",
+                        expected="at least one step's worth of prompts", remedy="Lower it, or bring more data.")
+    return loaded
+
+
+def run(config: Config) -> int:
+    """Train. Returns 0 finished, 1 failed, 2 user mistake, 130 or 143 interrupted."""
+    from akl_dist.bookkeeping.journal import RunDirectory, failure_record, new_run_id
+
+    config = dataclasses.replace(config, run_id=config.run_id or new_run_id())
+    directory = RunDirectory(Path(config.output_dir) / config.experiment / str(config.run_id))
+    previous = directory.read_result()
+    if previous and previous["status"] == "finished" and previous["steps"] >= config.steps and config.resume == "auto":
+        print(f"run {config.run_id} is finished ({previous['steps']} steps): {directory.result}\n{directory.result.read_text()}")
+        return 0
+    attempt = Attempt(config, directory)
+    try:
+        code = attempt.execute()
+    except AklError as error:
+        attempt.write_result("failed", failure_record(error))
+        return _complain(error, config)
+    except KeyboardInterrupt:
+        attempt.write_result("interrupted", None)
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED_EXIT[signal.SIGINT]
+    except Exception as error:
+        attempt.write_result("failed", failure_record(error))
+        raise
+    return code
+
+
+def _complain(error: AklError, config: Config) -> int:
+    if config.debug:
+        raise error
+    where = f" [{error.stage}{' ' + error.actor if error.actor else ''}]" if not isinstance(error, ConfigError) else ""
+    print(f"error{where}: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+class Attempt:
+    """One attempt at a run; a resumed run is another attempt in the same directory."""
+
+    def __init__(self, config: Config, directory: RunDirectory) -> None:
+        self.config, self.directory = config, directory
+        self.recorder: StepRecorder | None = None
+        self.signal: int | None = None
+
+    def execute(self) -> int:
+        config = self.config
+        validate(config)
+        for line in warnings(config):
+            say(f"warning: {line}")
+        environment.prepare(config.cluster.address)
+        loaded = None if config.rollout.replay is not None else load_data(config)
+        if loaded is not None:
+            say(str(loaded.report))
+        resumed = self._enter_directory()
+        with ExitStack() as shutdown:
+            progress = self._train(loaded, resumed, shutdown)
+        return self._conclude(progress)
+
+    def _enter_directory(self) -> Checkpoint | None:
+        """Find what to resume from, then write config.yaml and environment.json."""
+        from akl_dist.bookkeeping.checkpoint import find
+        from akl_dist.bookkeeping.journal import RunDirectory
+
+        config = self.config
+        found = find(self.directory.root, config.resume, num_ranks=config.learner.num_ranks)
+        if found.checkpoint is not None:
+            say(found.reason)
+            if found.checkpoint.state.config_hash != config_hash(config) and self.directory.config.exists():
+                say(f"note: keys that differ from the earlier attempt: {', '.join(self._changed_keys()) or 'none recorded'}")
+        self.directory = RunDirectory.create(config.output_dir, config.experiment, str(config.run_id), typed.plain(config))
+        return found.checkpoint
+
+    def _changed_keys(self) -> list[str]:
+        before = dict(typed.leaves(from_yaml(self.directory.config.read_text(encoding="utf-8"))))
+        return [key for key, value in typed.leaves(self.config) if before.get(key) != value]
+
+    def _train(self, loaded: LoadedData | None, resumed: Checkpoint | None, shutdown: ExitStack) -> Progress:
+        """Cluster, stages, loop; everything opened is closed by ``shutdown`` in the reverse order."""
+        from akl_dist.assembly import Assembly
+        from akl_dist.bookkeeping.console import Console
+        from akl_dist.bookkeeping.journal import Journal
+        from akl_dist.cluster.connect import connect
+        from akl_dist.loop import Progress, Run, train
+        from akl_dist.recorder import Alarms, StepRecorder
+
+        config = self.config
+        connection = connect(config.cluster.address, num_cpus=config.cluster.num_cpus,
+                             object_store_mib=config.cluster.object_store_mib, say=say)
+        shutdown.callback(connection.close)
+        self._listen_to_signals(shutdown)
+        assembly = Assembly(config, directory=self.directory, loaded=loaded, resumed=resumed)
+        shutdown.callback(assembly.close)
+        assembly.wait_until_ready(say)
+        progress = assembly.restore() if resumed else Progress()
+        journal = Journal(self.directory, tensorboard=config.journal.tensorboard)
+        shutdown.callback(journal.close)
+        dropped = journal.cut_back(progress.step)
+        if dropped:
+            say(f"metrics.jsonl: {dropped} lines after step {progress.step} dropped; they are computed again")
+        console = Console(config.steps, first_step=progress.step + 1)
+        kl = config.objective.kl
+        self.recorder = StepRecorder(journal, console, assembly.dump,
+                                     Alarms(console.say, uses_kl=kl.beta_reasoning + kl.beta_answer > 0))
+        self.recorder.progress = progress
+        progress = train(
+            Run(config=config, stages=assembly.stages, prompts=assembly.prompts,
+                evaluation_prompts=loaded.evaluation if loaded else (), probe_prompts=assembly.probe_prompts,
+                end_ids=assembly.end_ids, recorder=self.recorder, save=assembly.save,
+                stop_requested=lambda: self.signal is not None),
+            progress,
+        )
+        if progress.step == config.steps:
+            assembly.export(self.directory.hf)
+        assembly.flush()
+        self.write_result("finished" if progress.step == config.steps else "interrupted", None, progress)
+        return progress
+
+    def _listen_to_signals(self, shutdown: ExitStack) -> None:
+        """SIGTERM finishes the step, saves and ends the run with exit code 143."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.signal = number
+            say(f"{signal.Signals(number).name}: finishing this step, then saving")
+
+        before = signal.signal(signal.SIGTERM, on_signal)
+        shutdown.callback(signal.signal, signal.SIGTERM, before)
+
+    def _conclude(self, progress: Progress) -> int:
+        from akl_dist.bookkeeping.console import before_after_table
+        from akl_dist.bookkeeping.curve import draw
+
+        if progress.step < self.config.steps:
+            say(f"interrupted after step {progress.step}; the same command with run_id={self.config.run_id} goes on from there")
+            return INTERRUPTED_EXIT[signal.Signals(self.signal or signal.SIGTERM)]
+        seen = progress.evaluations
+        if seen:
+            say("\n" + before_after_table(seen["initial"].to_dict(), seen["last"].to_dict()))
+        say(f"\nlearning curve: {draw(self.directory.root)}\nmodel: {self.directory.hf}\nresult: {self.directory.result}")
+        return 0
+
+    def write_result(self, status: str, failure: dict[str, str] | None, progress: Progress | None = None) -> None:
+        """result.json; on a failure before the first step it is the only file of the run directory."""
+        if progress is None:
+            progress = self.recorder.progress if self.recorder else None
+        evaluations: dict[str, Any] = {name: None for name in ("initial", "best", "last")}
+        steps, earlier = 0, self.directory.read_result()
+        if progress is not None:
+            steps = progress.step
+            evaluations |= {name: evaluation.to_dict() for name, evaluation in progress.evaluations.items()}
+        elif earlier is not None:  # this attempt ended before it had taken up the earlier one's work
+            steps, evaluations = earlier["steps"], earlier["evaluation"]
+        self.directory.root.mkdir(parents=True, exist_ok=True)
+        self.directory.write_result(status, steps=steps, first_failure=failure, evaluation=evaluations)
+
+
+def say(message: str) -> None:
+    """A whole line for people."""
+    print(message, flush=True)
+
+

@@ -1,0 +1,101 @@
+"""Where a finished step goes: metrics file, TensorBoard, rollout dump, console; and what a person should be warned about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from akl_dist.bookkeeping.console import Console
+from akl_dist.bookkeeping.journal import Journal
+from akl_dist.contract.records import TrainingGroup
+from akl_dist.loop import Progress
+
+QUIET_KL_ACTIVITY, QUIET_KL_STEPS = 0.01, 20
+MAX_ANSWER_FRACTION = 0.3
+MIN_LIKELIHOOD_RATIO = 1.2
+CONSTANT_REWARD_STEPS = 10
+
+
+class Dump(Protocol):
+    def write(self, step: int, groups: Sequence[TrainingGroup]) -> None: ...
+
+
+class StepRecorder:
+    """The loop's Recorder. ``dump`` is None where journal.dump_rollouts is off."""
+
+    def __init__(self, journal: Journal, console: Console, dump: Dump | None, alarms: Alarms) -> None:
+        self._journal, self._console, self._dump, self._alarms = journal, console, dump, alarms
+        self.progress = Progress()
+        """The last that was reported; what a failed run's result says."""
+
+    def step_done(self, progress: Progress, metrics: dict[str, float], groups: Sequence[TrainingGroup]) -> None:
+        self.progress, step = progress, progress.step
+        if self._dump is not None:
+            self._dump.write(step, groups)
+        self._journal.record(step, metrics)
+        self._console.step(step, metrics)
+        self._alarms.check(step, metrics)
+
+    def evaluation_done(self, progress: Progress) -> None:
+        self.progress, e = progress, progress.evaluations["last"]
+        self._console.say(
+            f"evaluation after step {e.step} on {e.data_set}: avg@{e.samples} {100 * e.accuracy:.1f} % "
+            f"+- {100 * e.accuracy_standard_error:.1f} ({e.problems} held-out problems, sampling seed {e.seed}), "
+            f"response {e.response_tokens:.1f} tokens, KL {e.kl_per_token:.4f}")
+
+
+class Alarms:
+    """Warnings that mean "these numbers do not say what you think". Each is given once."""
+
+    def __init__(self, say: Callable[[str], None], *, uses_kl: bool) -> None:
+        self._say, self._uses_kl = say, uses_kl
+        self._quiet_kl, self._constant_reward = 0, 0
+        self._given: set[str] = set()
+
+    def check(self, step: int, metrics: dict[str, float]) -> None:
+        activity = [v for k, v in metrics.items() if k.startswith("objective/kl_activity_")]
+        self._quiet_kl = self._quiet_kl + 1 if activity and max(activity) < QUIET_KL_ACTIVITY else 0
+        if self._uses_kl and self._quiet_kl >= QUIET_KL_STEPS:
+            self._warn("kl", f"the KL term has been below {QUIET_KL_ACTIVITY:.0%} of the policy gradient for {QUIET_KL_STEPS} "
+                             "steps: it changes nothing. Raise objective.kl.beta_reasoning / beta_answer.")
+        if metrics.get("roles/answer_fraction", 0.0) > MAX_ANSWER_FRACTION:
+            self._warn("answer", f"{metrics['roles/answer_fraction']:.0%} of the tokens have the role answer (above "
+                                 f"{MAX_ANSWER_FRACTION:.0%}): roles hardly separate reasoning from answer.")
+        self._constant_reward = self._constant_reward + 1 if metrics.get("verify/accuracy") in (0.0, 1.0) else 0
+        if self._constant_reward >= CONSTANT_REWARD_STEPS:
+            self._warn("reward", f"the reward has been constant for {CONSTANT_REWARD_STEPS} steps: nothing is learned. Check the "
+                                 "verifier, the prompt's instruction and the data.")
+        if not self._given & {"votes"} and any(k.startswith("roles/votes_") for k in metrics):
+            self._given.add("votes")
+            self._report_votes(metrics)
+
+    def _report_votes(self, metrics: dict[str, float]) -> None:
+        ratios = likelihood_ratios([metrics[f"roles/votes_{i:03b}"] for i in range(8)])
+        words = ", ".join(f"{name} {'undefined' if ratio is None else format(ratio, '.1f')}" for name, ratio in ratios.items())
+        self._say(f"role votes, P(vote | answer) / P(vote | reasoning): {words}")
+        for name, ratio in ratios.items():
+            if ratio is not None and ratio < MIN_LIKELIHOOD_RATIO:
+                self._warn(f"vote {name}", f"the {name} vote hardly tells answer from reasoning here (ratio {ratio:.2f} below "
+                                           f"{MIN_LIKELIHOOD_RATIO}).")
+
+    def _warn(self, key: str, message: str) -> None:
+        if key not in self._given:
+            self._given.add(key)
+            self._say(f"warning: {message}")
+
+
+def likelihood_ratios(votes: Sequence[float]) -> dict[str, float | None]:
+    """P(vote | majority answer) / P(vote | majority reasoning) of each signal from the eight vote counts.
+
+    ``votes[i]`` counts tokens whose (position, entropy, verifier) votes are the bits of i, position highest. None where a
+    side has no tokens; infinite ratios are None as well.
+    """
+    answer = [i for i in range(8) if i.bit_count() >= 2]
+    reasoning = [i for i in range(8) if i.bit_count() < 2]
+    totals = [sum(votes[i] for i in side) for side in (answer, reasoning)]
+    out: dict[str, float | None] = {}
+    for name, bit in (("position", 4), ("entropy", 2), ("verifier", 1)):
+        hits = [sum(votes[i] for i in side if i & bit) for side in (answer, reasoning)]
+        defined = all(totals) and hits[1] > 0
+        out[name] = (hits[0] / totals[0]) / (hits[1] / totals[1]) if defined else None
+    return out

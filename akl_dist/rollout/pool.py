@@ -1,0 +1,152 @@
+"""Rollout on Ray: an actor per engine, prompts assigned statically, arrays kept in the store of the engine's node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from akl_dist.cluster import actor as process
+from akl_dist.cluster.gather import gather, store
+from akl_dist.contract.records import ParameterInfo, Prompt, RolloutGroup, Sampling
+from akl_dist.rollout.engine import RolloutEngine
+from akl_dist.rollout.launch import EngineSettings, engine_environment
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class RolloutActor:
+    """One engine in a process of its own. Calls run one after another; the driver is the only caller.
+
+    The engine is made by :meth:`start` and not by the constructor, so that its errors reach the driver as raised.
+    """
+
+    def __init__(self, settings: EngineSettings, name: str) -> None:
+        process.enter()
+        self._settings, self._name = settings, name
+        self._engine: RolloutEngine | None = None
+
+    def start(self) -> dict[str, object]:
+        """Make the engine; returns its effective settings."""
+        if self._engine is None:
+            self._engine = RolloutEngine(self._settings, name=self._name)
+        return dict(self.engine.effective)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        assert self._engine is not None, f"{self._name}: start() comes first"
+        return self._engine
+
+    def ping(self) -> int:
+        """Policy version; answers only when the engine is up and idle."""
+        return self.engine.policy_version
+
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[RolloutGroup], float]:
+        """Groups in the prompts' order, and the seconds the engine worked."""
+        start = time.perf_counter()
+        groups = [
+            RolloutGroup(
+                prompt=prompt,
+                response_lengths=sampled.response_lengths,
+                finish_reasons=sampled.finish_reasons,
+                policy_version=self.engine.policy_version,
+                engine=self._name,
+                arrays=store(sampled.arrays),
+            )
+            for prompt, sampled in zip(prompts, self.engine.sample(prompts, sampling), strict=True)
+        ]
+        return groups, time.perf_counter() - start
+
+    def prompt_logprobs(self, token_id_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return self.engine.prompt_logprobs(token_id_lists)
+
+    def parameter_manifest(self) -> list[ParameterInfo]:
+        return self.engine.parameter_manifest()
+
+    def begin_update(self, manifest: Sequence[ParameterInfo]) -> None:
+        self.engine.begin_update(manifest)
+
+    def load_bucket(self, bucket: Mapping[str, tuple[str, np.ndarray]]) -> None:
+        self.engine.load_bucket(bucket)
+
+    def finish_update(self) -> None:
+        self.engine.finish_update()
+
+    def confirm_update(self, policy_version: int) -> None:
+        self.engine.confirm_update(policy_version)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+
+class RolloutPool:
+    """The rollout stage: ``len(actor_options)`` engines named ``rollout/<run id>/<i>``.
+
+    Consumes prompts, produces groups; waits for the engines alone. Prompt i goes to engine i modulo the number of
+    engines; as seeds belong to samples and not to engines, the number of engines does not change what is drawn.
+
+    Args:
+        run_id: part of the actors' names.
+        settings: what each engine is made with.
+        actor_options: Ray options of each actor (placement bundle, num_cpus, num_gpus, runtime_env). Environment
+            variables in a runtime_env go over those the engine needs.
+        timeout_s: limit of one call of :meth:`sample`, and of an idle engine's :meth:`ping`.
+    """
+
+    def __init__(
+        self, *, run_id: str, settings: EngineSettings, actor_options: Sequence[Mapping[str, Any]], timeout_s: float
+    ) -> None:
+        assert actor_options, "a rollout pool needs at least one engine"
+        self._timeout_s = timeout_s
+        self.busy_s: dict[str, float] = {}
+        """Seconds each engine worked in the last call of :meth:`sample`."""
+        self.engines: dict[str, Any] = {}
+        """Actor name -> handle, for the weight sync."""
+        for index, options in enumerate(actor_options):
+            name = f"rollout/{run_id}/{index}"
+            actor = ray.remote(RolloutActor).options(**_with_environment(options, settings), name=name, max_restarts=0)
+            self.engines[name] = actor.remote(settings, name)
+        self._started = {name: engine.start.remote() for name, engine in self.engines.items()}
+
+    def ready(self) -> dict[str, Any]:
+        """Actor name -> reference that resolves to the engine's effective settings once it is up."""
+        return dict(self._started)
+
+    def ping(self) -> dict[str, int]:
+        """Policy version of each engine."""
+        refs = {name: engine.ping.remote() for name, engine in self.engines.items()}
+        return gather(refs, timeout_s=self._timeout_s, stage="rollout", doing="answering a ping")
+
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[RolloutGroup]:
+        """One group per prompt, in the prompts' order."""
+        names = list(self.engines)
+        shares = {name: list(prompts[index :: len(names)]) for index, name in enumerate(names)}
+        refs = {name: self.engines[name].sample.remote(share, sampling) for name, share in shares.items() if share}
+        results = gather(refs, timeout_s=self._timeout_s, stage="rollout", doing=f"sampling {len(prompts)} prompts")
+        self.busy_s = {name: results[name][1] if name in results else 0.0 for name in names}
+        groups = {name: iter(result[0]) for name, result in results.items()}
+        ordered = [next(groups[names[index % len(names)]]) for index in range(len(prompts))]
+        for prompt, group in zip(prompts, ordered, strict=True):
+            assert group.prompt.prompt_id == prompt.prompt_id, "an engine answered for another prompt"
+        return ordered
+
+    def close(self) -> None:
+        """Let the engines give back workers and memory, within a limit, then end their processes."""
+        refs = [engine.close.remote() for engine in self.engines.values()]
+        ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT_S)
+        for engine in self.engines.values():
+            ray.kill(engine)
+
+
+def _with_environment(options: Mapping[str, Any], settings: EngineSettings) -> dict[str, Any]:
+    """Thread settings are read when a process loads OpenMP, so they belong to the actor's runtime environment."""
+    runtime_env = dict(options.get("runtime_env") or {})
+    needed = engine_environment(
+        device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager
+    )
+    runtime_env["env_vars"] = {**needed, **(runtime_env.get("env_vars") or {})}
+    return {**options, "runtime_env": runtime_env}

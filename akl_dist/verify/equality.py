@@ -1,0 +1,378 @@
+"""The one equality of answers. Symmetric and reflexive; what does not parse equals only identical text.
+
+``compare`` works on canonical text (:mod:`akl_dist.verify.normalize`) from the outside in: identical text, lists, unions,
+equations and assignments, ratios, tuples and intervals, matrices, then single values, exactly first and symbolically last.
+
+Conventions: a tolerance is relative and applies only when a decimal literal is present (equal up to 1e-8, different from 1e-4,
+"near" and hence wrong between); a percent sign or unit may be missing on one side, a contradicting one is wrong; bare comma
+lists and sets are unordered, parenthesised tuples ordered; a name before "=" may be missing on one side.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+
+from akl_dist.verify import symbolic
+from akl_dist.verify.normalize import closing, identity_key, is_words
+from akl_dist.verify.quantity import Quantity, TooLarge, parse_quantity
+
+MAX_ITEMS = 50
+MAX_NESTING = 12  # of lists in tuples in lists ...
+
+
+class Outcome(enum.Enum):
+    """Result of one comparison. UNPARSED: at least one side is no value known here, and the texts differ."""
+
+    EQUAL = "equal"
+    NEAR = "near"
+    DIFFERENT = "different"
+    UNPARSED = "unparsed"
+
+
+_NAME = re.compile(
+    r"(?P<name>(?:[A-Za-z]|\\(?!frac|sqrt|text|pm|sin|cos|tan|log|ln)[a-z]+)(?:_(?:\{[^{}]*\}|\w))?'*(?:\([A-Za-z](?:,\s*[A-Za-z])*\))?"
+    r"|\\text\{[^{}]*\}|[A-Za-z]{2,}(?: [A-Za-z]+)*)\s*(?P<op>=|\\in(?![A-Za-z]))\s*"
+)
+_RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>")
+_VARIABLE = re.compile(r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda))(?:_\{?\w\}?)?")
+_UNIT = re.compile(
+    r"(?P<body>.*?[\d)}])\s*(?P<unit>\\text\{[^{}]*\}|(?<=[\d)}\s])[A-Za-z]{2,}[A-Za-z ]*|°)(?P<power>\^\s*\{?[23]\}?)?",
+    re.DOTALL,
+)
+_BASE = re.compile(r"(?P<digits>[0-9A-Fa-f]+)_\{?(?P<base>\d{1,2})\}?")
+_NOT_UNITS = re.compile(r"(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|choose|[xyzabcn]{2,3}|and|or)\b")
+_MATRIX = re.compile(r"\\begin\{([pbvV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+
+
+def compare(a: str, b: str, depth: int = 0) -> Outcome:
+    """Compare two canonical answer strings. Raises TooLarge where a side is beyond the limits of evaluation."""
+    if identity_key(a) == identity_key(b):
+        return Outcome.EQUAL
+    if depth > MAX_NESTING or not a or not b:
+        return Outcome.UNPARSED
+    if "\\ldots" in a or "\\ldots" in b:
+        return Outcome.DIFFERENT
+    name_a, name_b, a, b = _without_names(a, b)
+    if name_a and name_b and name_a != name_b:
+        return Outcome.DIFFERENT
+    if name_a or name_b:
+        return compare(a, b, depth + 1)
+    for compare_as in (_as_lists, _as_unions, _as_intervals, _as_equations, _as_ratios, _as_groups, _as_matrices):
+        outcome = compare_as(a, b, depth + 1)
+        if outcome is not None:
+            return outcome
+    return _as_values(a, b)
+
+
+# --- splitting ---------------------------------------------------------------------------------------------------
+
+
+def split_top(text: str, separators: Sequence[str]) -> list[str]:
+    """Parts between separators outside all brackets. A comma inside a grouped number (1,000) does not separate."""
+    parts, start, index = [], 0, 0
+    while index < len(text):
+        if text[index] in "([{" or text.startswith("\\{", index):
+            close = closing(text, index) if text[index] != "\\" else _closing_set(text, index)
+            index = close + 1 if close is not None else index + 1
+            continue
+        if text.startswith("\\begin{", index):
+            end = text.find("\\end{", index)
+            index = end if end > 0 else index + 1
+            continue
+        found = next((s for s in separators if text.startswith(s, index)), None)
+        if found and not (found == "," and _groups_digits(text, index)):
+            parts.append(text[start:index])
+            start = index = index + len(found)
+            continue
+        index += 1
+    parts.append(text[start:])
+    return [part.strip() for part in parts]
+
+
+def _groups_digits(text: str, comma: int) -> bool:
+    """Whether this comma belongs to a number of the full form d{1,3}(,ddd)+, with no digit or comma run around it."""
+    grouped = re.finditer(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", text)
+    return any(match.start() < comma < match.end() for match in grouped)
+
+
+def _closing_set(text: str, start: int) -> int | None:
+    depth = 0
+    for match in re.compile(r"\\[{}]").finditer(text, start):
+        depth += 1 if match.group() == "\\{" else -1
+        if depth == 0:
+            return match.end() - 1
+    return None
+
+
+def _items(text: str) -> list[str] | None:
+    """Elements of a set, a list or a plus-minus pair; None for a single value."""
+    explicit = text.startswith("\\{") and _closing_set(text, 0) == len(text) - 1
+    body = text[2:-2] if explicit else text
+    parts = [part for part in split_top(body, (",", ";")) if part]
+    if "\\pm" in body:
+        parts = [
+            sided
+            for part in parts
+            for sided in (
+                [part.replace("\\pm", "+", 1), part.replace("\\pm", "-", 1)] if part.count("\\pm") == 1 else [part]
+            )
+        ]
+        parts = [part.strip()[1:].strip() if part.strip().startswith("+") else part for part in parts]
+    return parts if explicit or len(parts) > 1 else None
+
+
+def _without_names(a: str, b: str) -> tuple[str, str, str, str]:
+    """Split leading "x =" / "x \\in" off both sides: (name of a, name of b, rest of a, rest of b); names may be empty."""
+    split = []
+    for text in (a, b):
+        match = _NAME.match(text)
+        rest = text[match.end() :].strip() if match else text
+        plain = bool(match) and bool(rest) and len(split_top(rest, ("=",))) == 1 and not _RELATION.search(rest)
+        split.append((re.sub(r"\s", "", match["name"]), rest) if match and plain else ("", text))
+    (name_a, rest_a), (name_b, rest_b) = split
+    if bool(name_a) != bool(name_b) and ("=" in a) == ("=" in b) and "\\in" not in a + b:
+        return "", "", a, b  # an equation against an assignment: compare both as equations
+    return name_a, name_b, rest_a, rest_b
+
+
+# --- structures: each returns None where neither side has that structure ----------------------------------------------
+
+
+def _as_lists(a: str, b: str, depth: int) -> Outcome | None:
+    items_a, items_b = _items(a), _items(b)
+    if items_a is None and items_b is None:
+        return None
+    if "\\cup" in a + b or _all_intervals(items_a) or _all_intervals(items_b):
+        return None  # "x < 1 or x > 3" is a union
+    return _pair_up(items_a if items_a is not None else [a], items_b if items_b is not None else [b], depth)
+
+
+def _pair_up(left: list[str], right: list[str], depth: int) -> Outcome:
+    """One-to-one pairing of all elements, in any order."""
+    if len(left) != len(right):
+        return Outcome.DIFFERENT
+    if len(left) > MAX_ITEMS:
+        raise TooLarge(f"a list of more than {MAX_ITEMS} elements")
+    rest = list(right)
+    worst = Outcome.EQUAL
+    for item in left:
+        outcomes = [compare(item, other, depth) for other in rest]
+        if Outcome.EQUAL in outcomes:
+            rest.pop(outcomes.index(Outcome.EQUAL))
+        else:
+            worst = Outcome.UNPARSED if Outcome.UNPARSED in outcomes else Outcome.DIFFERENT
+            break
+    return worst
+
+
+def _all_intervals(items: list[str] | None) -> bool:
+    return bool(items) and all(_interval(item) is not None for item in items or ())
+
+
+def _as_unions(a: str, b: str, depth: int) -> Outcome | None:
+    parts = []
+    for text in (a, b):
+        pieces = split_top(text, ("\\cup",))
+        items = _items(text)
+        parts.append(items if items is not None and len(pieces) == 1 and _all_intervals(items) else pieces)
+    return _pair_up(parts[0], parts[1], depth) if max(map(len, parts)) > 1 else None
+
+
+def _interval(text: str) -> tuple[str, str] | None:
+    """(variable, interval text) of an inequality in one variable: "x<6" is ("x", "(-\\infty,6)"); None for anything else."""
+    operators = _RELATION.findall(text)
+    sides = [side.strip() for side in _RELATION.split(text)]
+    if not 1 <= len(operators) <= 2 or not all(sides):
+        return None
+    greater = [op in (">", "\\ge") for op in operators]
+    if len(set(greater)) != 1:
+        return None
+    if greater[0]:
+        sides.reverse()
+        operators.reverse()
+    strict = [op in ("<", ">") for op in operators]
+    if len(operators) == 2:
+        low, variable, high = sides
+        bounds = (strict[0], low, high, strict[1])
+    elif _VARIABLE.fullmatch(sides[0]):
+        variable, bounds = sides[0], (True, "-\\infty", sides[1], strict[0])
+    else:
+        variable, bounds = sides[1], (strict[0], sides[0], "\\infty", True)
+    if not _VARIABLE.fullmatch(variable) or variable in (bounds[1], bounds[2]):
+        return None
+    return variable, f"{'(' if bounds[0] else '['}{bounds[1]},{bounds[2]}{')' if bounds[3] else ']'}"
+
+
+def _as_intervals(a: str, b: str, depth: int) -> Outcome | None:
+    left, right = _interval(a), _interval(b)
+    if left is None and right is None:
+        return Outcome.UNPARSED if _RELATION.search(a) or _RELATION.search(b) else None
+    if left and right and left[0] != right[0]:
+        return Outcome.DIFFERENT
+    return compare(left[1] if left else a, right[1] if right else b, depth)
+
+
+def _as_equations(a: str, b: str, depth: int) -> Outcome | None:
+    del depth
+    sides = [split_top(text, ("=",)) for text in (a, b)]
+    if all(len(s) == 1 for s in sides):
+        return None
+    if not all(len(s) == 2 for s in sides):
+        return Outcome.DIFFERENT
+    try:
+        same = symbolic.proportional((sides[0][0], sides[0][1]), (sides[1][0], sides[1][1]))
+    except symbolic.NotSymbolic:
+        return Outcome.UNPARSED
+    return Outcome.EQUAL if same else Outcome.DIFFERENT
+
+
+def _as_ratios(a: str, b: str, depth: int) -> Outcome | None:
+    left, right = split_top(a, (":",)), split_top(b, (":",))
+    return None if len(left) == len(right) == 1 else _in_order(left, right, depth)
+
+
+def _in_order(left: list[str], right: list[str], depth: int) -> Outcome:
+    if len(left) != len(right):
+        return Outcome.DIFFERENT
+    for x, y in zip(left, right, strict=True):
+        outcome = compare(x, y, depth)
+        if outcome is not Outcome.EQUAL:
+            return outcome
+    return Outcome.EQUAL
+
+
+def _as_groups(a: str, b: str, depth: int) -> Outcome | None:
+    """Tuples and intervals: same brackets, elements in order."""
+    groups = [_group(text) for text in (a, b)]
+    if groups[0] is None and groups[1] is None:
+        return None
+    left, right = groups
+    if left is None or right is None or left[0] != right[0]:
+        return Outcome.DIFFERENT
+    return _in_order(left[1], right[1], depth)
+
+
+def _group(text: str) -> tuple[str, list[str]] | None:
+    if text[:1] not in ("(", "[") or text[-1:] not in (")", "]") or closing(text, 0) != len(text) - 1:
+        return None
+    parts = split_top(text[1:-1], (",",))
+    return (text[0] + text[-1], parts) if len(parts) > 1 else None
+
+
+def _as_matrices(a: str, b: str, depth: int) -> Outcome | None:
+    matches = [_MATRIX.fullmatch(text) for text in (a, b)]
+    if not any(matches):
+        return None
+    if not all(matches):
+        return Outcome.DIFFERENT
+    rows = [[cell.split("&") for cell in re.split(r"\\\\", m[2].strip().removesuffix("\\\\"))] for m in matches if m]
+    if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
+        return Outcome.DIFFERENT
+    cells = [[cell.strip() for row in matrix for cell in row] for matrix in rows]
+    return _in_order(cells[0], cells[1], depth)
+
+
+# --- single values -----------------------------------------------------------------------------------------------
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """(body, unit): a percent sign, currency, degree sign or trailing unit words; unit "" where there is none."""
+    if text.endswith("%"):
+        return text[:-1].strip(), "%"
+    sign = re.match(r"(-?)\s*(?:\x03|€|£|¥)\s*", text)
+    if sign:
+        body, unit = split_unit(sign[1] + text[sign.end() :])
+        symbol = {"€": "euro", "£": "pound", "¥": "yen"}.get(sign.group().strip()[-1:], "dollar")
+        return body, symbol if unit in ("", symbol) else f"{symbol} {unit}"
+    match = _UNIT.fullmatch(text)
+    if match and not _NOT_UNITS.match(match["unit"]):
+        words = re.sub(r"\\text|[{}.]", "", match["unit"]).strip().casefold()
+        words = (
+            re.sub(r"^square (.*)$", r"\1^2", words)
+            if not match["power"]
+            else words + "^" + re.sub(r"\D", "", match["power"])
+        )
+        return match["body"].strip(), _singular(words)
+    return text, ""
+
+
+def _singular(unit: str) -> str:
+    unit = {"feet": "foot", "inches": "inch", "cents": "cent", "¢": "cent"}.get(unit, unit)
+    return unit[:-1] if len(unit) > 3 and unit.endswith("s") and not unit.endswith("ss") else unit
+
+
+def _as_values(a: str, b: str) -> Outcome:
+    base = _as_based(a, b)
+    if base is not None:
+        return base
+    (body_a, unit_a), (body_b, unit_b) = split_unit(a), split_unit(b)
+    if unit_a and unit_b and unit_a != unit_b:
+        return Outcome.DIFFERENT
+    outcome = _same_value(body_a, body_b)
+    if outcome is not Outcome.EQUAL and "%" in (unit_a, unit_b) and unit_a != unit_b:
+        scaled = (f"({body_a})/100", body_b) if unit_a == "%" else (body_a, f"({body_b})/100")
+        outcome = max((outcome, _same_value(*scaled)), key=lambda o: (o is Outcome.EQUAL, o is Outcome.NEAR))
+    return outcome
+
+
+def _as_based(a: str, b: str) -> Outcome | None:
+    """Numerals with a base as a subscript. A base missing on one side was named by the question."""
+    left, right = _BASE.fullmatch(a), _BASE.fullmatch(b)
+    if not left and not right:
+        return None
+    if left and right:
+        values = []
+        for numeral in (left, right):
+            base = int(numeral["base"])
+            if not 2 <= base <= 16 or any(int(digit, 16) >= base for digit in numeral["digits"]):
+                return Outcome.DIFFERENT
+            values.append(int(numeral["digits"], base))
+        return Outcome.EQUAL if values[0] == values[1] else Outcome.DIFFERENT
+    bare, numeral = (b, left) if left else (a, right)
+    assert numeral is not None
+    return Outcome.EQUAL if bare.replace(" ", "") == numeral["digits"] else Outcome.DIFFERENT
+
+
+def _same_value(a: str, b: str) -> Outcome:
+    a, b = _unwrapped(a), _unwrapped(b)
+    if identity_key(a) == identity_key(b):
+        return Outcome.EQUAL
+    left, right = parse_quantity(a), parse_quantity(b)
+    if left and right:
+        return _exact(left, right)
+    if is_words(a) and is_words(b):
+        return Outcome.DIFFERENT
+    if (is_words(a) and len(a) > 1) or (is_words(b) and len(b) > 1):
+        return Outcome.DIFFERENT if left or right else Outcome.UNPARSED
+    try:
+        gap = symbolic.gap(a, b)
+    except symbolic.NotSymbolic:
+        return Outcome.UNPARSED
+    if gap is None:
+        return Outcome.UNPARSED
+    if not re.search(r"\d\.\d|\.\d", a + " " + b):
+        return Outcome.EQUAL if gap <= symbolic.EXACT_GAP else Outcome.DIFFERENT
+    return _by_gap(gap)
+
+
+def _unwrapped(text: str) -> str:
+    """Without a text wrapper around the whole value, and without a leading plus sign."""
+    match = re.fullmatch(r"\\text\{([^{}]*)\}", text.strip())
+    return (match.group(1) if match else text).strip().removeprefix("+").strip()
+
+
+def _exact(left: Quantity, right: Quantity) -> Outcome:
+    if left.value == right.value:
+        return Outcome.EQUAL
+    if not (left.decimal or right.decimal):
+        return Outcome.DIFFERENT
+    gap = abs(left.value - right.value) / max(abs(left.value), abs(right.value))
+    return _by_gap(min(float(gap), 2.0))
+
+
+def _by_gap(gap: float) -> Outcome:
+    if gap <= symbolic.ACCEPT_GAP:
+        return Outcome.EQUAL
+    return Outcome.DIFFERENT if gap >= symbolic.REJECT_GAP else Outcome.NEAR

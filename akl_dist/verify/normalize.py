@@ -1,0 +1,196 @@
+"""The one normaliser: gold and answer pass through :func:`canonical` before anything is compared. Standard library only.
+
+It removes what does not change meaning (delimiters, spacing commands, spellings of one symbol) and keeps the rest. Words in a
+text wrapper all become ``\\text{...}``; "and"/"or" between values become ``;``, a separator that no number contains.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNICODE = {
+    "−": "-",
+    "–": "-",
+    "—": "-",
+    "‐": "-",
+    "﹣": "-",
+    "×": "\\cdot ",
+    "·": "\\cdot ",
+    "⋅": "\\cdot ",
+    "∙": "\\cdot ",
+    "÷": "/",
+    "∕": "/",
+    "⁄": "/",
+    "π": "\\pi ",
+    "∞": "\\infty ",
+    "≤": "\\le ",
+    "≥": "\\ge ",
+    "⩽": "\\le ",
+    "⩾": "\\ge ",
+    "≠": "\\ne ",
+    "∪": "\\cup ",
+    "∩": "\\cap ",
+    "±": "\\pm ",
+    "∈": "\\in ",
+    "∅": "\\emptyset ",
+    "θ": "\\theta ",
+    "α": "\\alpha ",
+    "β": "\\beta ",
+    "√": "\\sqrt ",
+    "…": "\\ldots ",
+    "°": "°",
+    "\u00a0": " ",
+    "\u2009": "\\,",
+    "\u202f": "\\,",
+    "\u200b": "",
+    "，": ",",
+    "（": "(",
+    "）": ")",
+    "½": "\\frac{1}{2}",
+    "¼": "\\frac{1}{4}",
+    "¾": "\\frac{3}{4}",
+    "⅓": "\\frac{1}{3}",
+    "⅔": "\\frac{2}{3}",
+    "⁰": "^{0}",
+    "¹": "^{1}",
+    "²": "^{2}",
+    "³": "^{3}",
+    "⁴": "^{4}",
+    "⁵": "^{5}",
+    "⁶": "^{6}",
+    "⁷": "^{7}",
+    "⁸": "^{8}",
+    "⁹": "^{9}",
+} | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F) if code not in (0xFF08, 0xFF09, 0xFF0C)}
+_TRANSLATION = str.maketrans(_UNICODE)
+
+USD = "\x03"  # an escaped dollar sign, or one before a number: currency, not a math delimiter
+_TEXT = r"\\(?:text|mbox|hbox|textrm|textnormal|textbf|textit|textsf|mathrm|mathbf|mathit|mathsf|boldsymbol|bm)"
+
+_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"\\\$", USD),
+        (r"\\%", "%"),
+        (r"\{,\}", ","),
+        (r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))", ","),
+        (r"(?<=\d)\\[,;:]\s*(?=\d{3}(?!\d))", ","),
+        (r"\\!|\\displaystyle|\\textstyle|\\limits|\\(?:left|right)\.", ""),
+        (r"\\(?:left|right|[bB]ig+[lr]?)(?![A-Za-z])", ""),
+        (r"\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\hspace\{[^{}]*\}", " "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (_TEXT + r"\s*\{\s*(and|or),?\s*\}", r" \1 "),
+        (_TEXT + r"\s*\{", r"\\text{"),
+        (r"\\(?:times|ast)(?![A-Za-z])", r"\\cdot"),
+        (r"\*\*", "^"),
+        (r"\*", r"\\cdot "),
+        (r"\\div(?![A-Za-z])", "/"),
+        (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le "),
+        (r"\\geq?(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
+        (r"\\neq(?![A-Za-z])", r"\\ne "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\\[lr]brack(?![A-Za-z])", lambda m: "[" if m.group()[1] == "l" else "]"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\(?:infin|varinfty)(?![A-Za-z])|\binfinity\b", r"\\infty"),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\(?:[lc]?dots[cbmio]?|ldots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
+        (
+            r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|(?<=\d)\s*(?:\\text\{\s*degrees?\s*\}|degrees?\b)",
+            "°",
+        ),
+        (r"(?<=[\d\s])percent\b|\\text\{\s*percent\s*\}", "%"),
+        (r"(?<![A-Za-z\\{])(?:sqrt)(?=\s*[({])", r"\\sqrt"),
+        (r"(?<![A-Za-z\\{])pi(?![A-Za-z])", r"\\pi"),
+        (r"(?:[,;]\s*)?\b(?:and|or)\b", " ; "),
+        (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*([0-9A-Za-z])\s*(?=\{)", r"\\frac{\1}"),
+        (r"(\\frac\s*\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
+        (r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
+    )
+)  # type: ignore[misc]
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
+_WRAPPER = re.compile(r"\\text\{([^{}]*)\}")
+
+
+def canonical(text: str) -> str:
+    """One spelling of an answer string; idempotent on what the verifier compares. Empty if nothing is left."""
+    out = text.translate(_TRANSLATION).strip()
+    for _ in range(3):
+        out = _unwrap_delimiters(out.strip())
+        out = out.rstrip(",;: \t\n")
+        if out.endswith(".") and not out.endswith(".."):
+            out = out[:-1]
+    out = re.sub(r"^\$(?=\s*[\d.,])", USD, out)
+    for pattern, replacement in _REWRITES:
+        out = pattern.sub(replacement, out)
+    out = _sqrt_parentheses(out.replace("$", ""))
+    return re.sub(r"\s+", " ", out).strip()
+
+
+def _unwrap_delimiters(text: str) -> str:
+    for opener, closer in _DELIMITERS:
+        if len(text) > len(opener) + len(closer) - 1 and text.startswith(opener) and text.endswith(closer):
+            inner = text[len(opener) : -len(closer)]
+            if opener not in inner:
+                return inner.strip()
+    return text
+
+
+def _sqrt_parentheses(text: str) -> str:
+    """``\\sqrt(...)`` (calculator spelling) as ``\\sqrt{...}``, where the parenthesis closes."""
+    position = 0
+    while (found := text.find("\\sqrt", position)) >= 0:
+        position = found + 5
+        start = position + len(text[position:]) - len(text[position:].lstrip())
+        if start < len(text) and text[start] == "(":
+            close = closing(text, start)
+            if close is not None:
+                text = f"{text[:position]}{{{text[start + 1 : close]}}}{text[close + 1 :]}"
+    return text
+
+
+def closing(text: str, start: int) -> int | None:
+    """Index of the bracket that closes the one at ``start`` (any of ``([{`` with any of ``)]}``), or None."""
+    depth = 0
+    index = start
+    while index < len(text):
+        char = text[index]
+        if char == "\\" and text[index + 1 : index + 2] in ("{", "}", "\\"):
+            index += 2
+            continue
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if depth == 0:
+                return index
+        index += 1
+    return None
+
+
+def identity_key(canonical_text: str) -> str:
+    """Text of equal keys is the same answer without any evaluation. Words compare without case, symbols with it."""
+    wrapped = "\\text{" in canonical_text
+    key = canonical_text
+    for _ in range(3):
+        key = _WRAPPER.sub(lambda m: f" {m.group(1).strip()} ", key)
+    key = re.sub(r"([_^])\{(\w)\}", r"\1\2", key)
+    key = re.sub(r"([_])\{(\w+)\}", r"\1\2", key)
+    key = _SPACE.sub("", key.strip())
+    letter = re.fullmatch(r"\(([A-Za-z])\)", key)
+    if letter:
+        return letter.group(1).upper()
+    if is_words(key) and (wrapped or len(key) > 1):
+        return key.casefold() if len(key) > 1 else key.upper()
+    return key
+
+
+def is_words(text: str) -> bool:
+    """Natural-language text: letters, spaces and light punctuation only, at least one word of two letters or a lone letter."""
+    plain = _WRAPPER.sub(r" \1 ", text).strip()
+    return bool(re.fullmatch(r"[A-Za-z][A-Za-z ,.'\-()]*|\([A-Za-z]\)", plain)) and (
+        len(plain) == 1 or bool(re.search(r"[A-Za-z]{2}", plain)) or plain.startswith("(")
+    )

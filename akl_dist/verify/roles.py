@@ -1,0 +1,191 @@
+"""Token roles (answer or reasoning): the votes and their majority. Pure functions of tensors, text and character spans.
+
+Three votes say "answer": *position* (inside the final section's answer marker), *entropy* (smoothed reference entropy at most
+this response's own quantile) and *verifier* (overlaps the string the verifier read as the answer). None of them looks at
+correctness or at another response. A token is an answer token iff at least two agree. Roles are computed once per rollout
+batch and stay frozen over all updates on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from akl_dist.verify.extract import locate
+from akl_dist.verify.segments import final_section, last_line
+
+RULES = ("majority", "position", "entropy", "verifier")
+MAX_TAIL_TOKENS = 32  # of the last line, where no marker is present
+TIE = 1e-9  # relative: values this close to the quantile count as equal to it, whatever order they were summed in
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Votes:
+    """Bool [B, T] each, False wherever the mask is 0."""
+
+    position: Tensor
+    entropy: Tensor
+    verifier: Tensor
+
+
+def token_roles(
+    *,
+    entropies: Tensor,
+    mask: Tensor,
+    position_mask: Tensor,
+    verifier_span_mask: Tensor,
+    eos_mask: Tensor,
+    rule: str = "majority",
+    entropy_quantile: float = 0.5,
+    entropy_window: int = 9,
+    seeds: Sequence[int] | None = None,
+) -> Tensor:
+    """Answer tokens, bool [B, T]; False where ``mask`` is 0. Each row depends on that row alone.
+
+    Args:
+        entropies: float [B, T], nats; anything (NaN too) where mask is 0.
+        mask: [B, T] bool or 0/1: tokens sampled by the policy.
+        position_mask: bool [B, T]: tokens inside the answer marker (see :func:`position_votes`).
+        verifier_span_mask: bool [B, T]: tokens overlapping the verifier's span (see :func:`verifier_votes`).
+        eos_mask: bool [B, T]: end tokens. Their position vote is that of the token just before them, so an end token
+            counts only when it is adjacent to the marker's close.
+        rule: ``majority`` (at least two votes) or one vote alone: ``position``, ``entropy``, ``verifier``.
+        entropy_quantile, entropy_window: see :func:`entropy_votes`.
+        seeds: one per row, for rules that draw at random; the four rules here are deterministic and do not read it.
+
+    Raises:
+        ValueError: unknown rule, shapes that differ, an entropy that is not finite where mask is 1.
+    """
+    if rule not in RULES:
+        raise ValueError(f"roles.rule: got {rule!r}; expected one of {', '.join(RULES)}.")
+    votes = role_votes(
+        entropies=entropies,
+        mask=mask,
+        position_mask=position_mask,
+        verifier_span_mask=verifier_span_mask,
+        eos_mask=eos_mask,
+        entropy_quantile=entropy_quantile,
+        entropy_window=entropy_window,
+    )
+    if rule == "majority":
+        return votes.position & votes.entropy | votes.position & votes.verifier | votes.entropy & votes.verifier
+    return {"position": votes.position, "entropy": votes.entropy, "verifier": votes.verifier}[rule]
+
+
+def role_votes(
+    *,
+    entropies: Tensor,
+    mask: Tensor,
+    position_mask: Tensor,
+    verifier_span_mask: Tensor,
+    eos_mask: Tensor,
+    entropy_quantile: float = 0.5,
+    entropy_window: int = 9,
+) -> Votes:
+    """The three votes behind :func:`token_roles`, same arguments."""
+    shapes = {tuple(t.shape) for t in (entropies, mask, position_mask, verifier_span_mask, eos_mask)}
+    if len(shapes) != 1 or entropies.ndim != 2:
+        raise ValueError(f"token roles: got shapes {sorted(shapes)}; expected one common shape [B, T].")
+    valid = mask.bool()
+    position = position_mask.bool() & valid
+    before = torch.zeros_like(position)
+    before[:, 1:] = position[:, :-1]
+    position = torch.where(eos_mask.bool(), before, position) & valid
+    entropy = entropy_votes(entropies, valid, quantile=entropy_quantile, window=entropy_window)
+    return Votes(position, entropy, verifier_span_mask.bool() & valid)
+
+
+def entropy_votes(entropies: Tensor, mask: Tensor, *, quantile: float = 0.5, window: int = 9) -> Tensor:
+    """Bool [B, T]: smoothed entropy at most the ``quantile`` of this response's own smoothed values (``<=``).
+
+    The smoothed value at t is the mean over the unmasked tokens at t - window//2 .. t + window//2 of the same response; at the
+    borders and beside masked tokens it averages those that are there. Quantiles interpolate linearly. Response-level
+    as in Archer (arXiv 2507.15778).
+    """
+    if window < 1 or window % 2 == 0:
+        raise ValueError(f"roles.entropy_window: got {window}; expected an odd number of tokens, 1 or more.")
+    if not 0.0 <= quantile <= 1.0:
+        raise ValueError(f"roles.entropy_quantile: got {quantile}; expected a share in [0, 1].")
+    valid = mask.bool()
+    if entropies.numel() == 0:
+        return valid.clone()
+    values = torch.where(valid, entropies.double(), 0.0)
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(
+            "entropies: got NaN or infinity on a sampled token; expected finite nats. Look at the reference pass."
+        )
+    half = window // 2
+    sums = torch.nn.functional.pad(values, (half, half)).unfold(1, window, 1).sum(-1)
+    counts = torch.nn.functional.pad(valid.double(), (half, half)).unfold(1, window, 1).sum(-1)
+    smoothed = sums / counts.clamp(min=1.0)
+    threshold = smoothed.masked_fill(~valid, float("nan")).nanquantile(quantile, dim=1, keepdim=True)
+    return (smoothed <= threshold + TIE * threshold.abs()) & valid  # a row without tokens has a NaN threshold: no votes
+
+
+def position_votes(text: str, token_spans: Sequence[Span], truncated: bool, *, think_open: bool = False) -> list[bool]:
+    """One vote per token: it overlaps the final section's answer marker, delimiters included.
+
+    Without a marker it is the last non-empty line's last 32 tokens, if the response stopped by itself; nothing if it was
+    truncated. Tokens without characters never vote. The end token is settled in :func:`token_roles`.
+
+    Args:
+        text: the response up to its end token.
+        token_spans: character range of each token in ``text``.
+        truncated: the engine stopped it at the length limit.
+        think_open: the prompt ended with ``<think>``.
+    """
+    marker = locate(text, think_open=think_open)
+    if marker is not None:
+        return _overlaps(marker.outer, token_spans)
+    section = final_section(text, think_open=think_open)
+    line = None if truncated or section is None else last_line(text, section)
+    votes = _overlaps(line, token_spans)
+    surplus = sum(votes) - MAX_TAIL_TOKENS
+    for index, vote in enumerate(votes):
+        if surplus <= 0:
+            break
+        if vote:
+            votes[index] = False
+            surplus -= 1
+    return votes
+
+
+def verifier_votes(span: Span | None, token_spans: Sequence[Span]) -> list[bool]:
+    """One vote per token: it overlaps the answer string's character range. No range, no votes."""
+    return _overlaps(span, token_spans)
+
+
+def _overlaps(span: Span | None, token_spans: Sequence[Span]) -> list[bool]:
+    if span is None:
+        return [False] * len(token_spans)
+    start, end = span
+    return [a < end and b > start and a < b for a, b in token_spans]
+
+
+def vote_table(votes: Votes, mask: Tensor) -> tuple[int, ...]:
+    """Token counts by (position, entropy, verifier) votes, in the order of that binary number: 000, 001, ... 111."""
+    code = 4 * votes.position.long() + 2 * votes.entropy.long() + votes.verifier.long()
+    return tuple(int(n) for n in torch.bincount(code[mask.bool()], minlength=8))
+
+
+def likelihood_ratios(counts: Sequence[int]) -> Mapping[str, float | None]:
+    """P(vote | majority answer) / P(vote | majority reasoning) of each signal, from the 8 counts of :func:`vote_table`.
+
+    None where a side of the ratio is undefined (no answer tokens, no reasoning tokens, or no votes among the latter).
+    """
+    answer = [code for code in range(8) if code.bit_count() >= 2]
+    reasoning = [code for code in range(8) if code.bit_count() < 2]
+    ratios: dict[str, float | None] = {}
+    for name, bit in (("position", 4), ("entropy", 2), ("verifier", 1)):
+        shares = []
+        for side in (answer, reasoning):
+            total = sum(counts[code] for code in side)
+            shares.append(sum(counts[code] for code in side if code & bit) / total if total else None)
+        above, below = shares
+        ratios[name] = None if above is None or not below else above / below
+    return ratios

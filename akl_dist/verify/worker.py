@@ -1,0 +1,188 @@
+"""Judges groups of responses and labels token roles: a plain class, no cluster needed.
+
+Consumes rollout groups with their arrays, produces judged groups and, once the reference's entropies are there, role masks.
+Waits only for its grader processes, within their limits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from akl_dist.config.schema import RolesConfig, VerifyConfig
+from akl_dist.contract.errors import RunError
+from akl_dist.contract.records import (
+    JudgedArrays,
+    JudgedGroup,
+    LabelledGroup,
+    ReferenceArrays,
+    ReferenceGroup,
+    RoleArrays,
+    RolloutArrays,
+    RolloutGroup,
+)
+from akl_dist.verify.grader import GraderPool, Item
+from akl_dist.verify.roles import position_votes, role_votes, token_roles, verifier_votes, vote_table
+from akl_dist.verify.segments import THINK
+from akl_dist.verify.token_text import Span, TokenText
+
+PROMPT_TAIL_TOKENS = 16  # enough to see whether the prompt ends with an opened <think>
+
+
+@dataclass(frozen=True)
+class _Response:
+    """One decoded response: ``text`` in full, ``end`` where its end token begins (or the text's length)."""
+
+    text: str
+    spans: list[Span]
+    end: int
+
+
+class VerifyWorker:
+    """Verdicts and roles for groups. Owns its graders: call :meth:`close`.
+
+    Args:
+        tokenizer_path: folder with ``tokenizer.json``.
+        end_ids: the end tokens of the template, the same set the engines stop at.
+        config, roles: their groups of the configuration.
+        num_workers: grader processes of this worker; default ``config.num_workers``.
+    """
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        *,
+        end_ids: Sequence[int],
+        config: VerifyConfig,
+        roles: RolesConfig,
+        num_workers: int | None = None,
+    ) -> None:
+        self._config, self._roles = config, roles
+        self._end_ids = frozenset(end_ids)
+        self._token_text = TokenText(tokenizer_path)
+        self._graders = GraderPool(
+            num_workers=num_workers or config.num_workers,
+            timeout_s=config.timeout_s,
+            tasks_per_worker=config.tasks_per_worker,
+        )
+
+    def close(self) -> None:
+        """End the graders."""
+        self._graders.close()
+
+    def counters(self) -> dict[str, int]:
+        """Totals of the grader pool: judged, timeouts, crashes, kills, recycled, started."""
+        return self._graders.counters()
+
+    def grader_pids(self) -> list[int]:
+        return self._graders.pids()
+
+    # --- verdicts ----------------------------------------------------------------------------------------------------
+
+    def judge(self, groups: Sequence[RolloutGroup], arrays: Sequence[RolloutArrays]) -> list[JudgedGroup]:
+        """One judged group per group, in order; ``arrays`` of each is the :class:`JudgedArrays` record itself."""
+        deadline = time.monotonic() + self._config.batch_timeout_s
+        decoded = [self._decode(group, record) for group, record in zip(groups, arrays, strict=True)]
+        think_open = [self._think_open(group) for group in groups]
+        items = [
+            Item(group.prompt.gold, response.text[: response.end], reason == "length", opened)
+            for group, responses, opened in zip(groups, decoded, think_open, strict=True)
+            for response, reason in zip(responses, group.finish_reasons, strict=True)
+        ]
+        verdicts = iter(self._graders.judge_many(items, batch_deadline=deadline))
+        judged = []
+        for group, responses, opened in zip(groups, decoded, think_open, strict=True):
+            mine = tuple(next(verdicts) for _ in responses)
+            verifier = [verifier_votes(v.span, r.spans) for v, r in zip(mine, responses, strict=True)]
+            position = [
+                position_votes(r.text[: r.end], r.spans, reason == "length", think_open=opened)
+                for r, reason in zip(responses, group.finish_reasons, strict=True)
+            ]
+            record = JudgedArrays(tuple(r.text for r in responses), _flat(position), _flat(verifier))
+            judged.append(JudgedGroup(group.prompt.prompt_id, mine, tuple(sum(votes) for votes in verifier), record))
+        return judged
+
+    def _decode(self, group: RolloutGroup, arrays: RolloutArrays) -> list[_Response]:
+        _check_length(group, "rollout", len(arrays.token_ids))
+        responses, start = [], 0
+        for length in group.response_lengths:
+            ids = arrays.token_ids[start : start + length].tolist()
+            start += length
+            text, spans = self._token_text.decode(ids)
+            ends = [span[0] for token, span in zip(ids, spans, strict=True) if token in self._end_ids]
+            responses.append(_Response(text, spans, ends[0] if ends else len(text)))
+        return responses
+
+    def _think_open(self, group: RolloutGroup) -> bool:
+        text, _ = self._token_text.decode(group.prompt.token_ids[-PROMPT_TAIL_TOKENS:])
+        return text.rstrip().endswith(THINK)
+
+    # --- roles -------------------------------------------------------------------------------------------------------
+
+    def label(
+        self,
+        group: RolloutGroup,
+        arrays: RolloutArrays,
+        judged: JudgedGroup,
+        judged_arrays: JudgedArrays,
+        reference: ReferenceGroup,
+        reference_arrays: ReferenceArrays,
+    ) -> LabelledGroup:
+        """The group with its answer mask; ``roles`` is the :class:`RoleArrays` record itself.
+
+        The handles inside the result are those of the arguments' headers, untouched.
+        """
+        for stage, size in (
+            ("rollout", len(arrays.token_ids)),
+            ("verify", len(judged_arrays.position_mask)),
+            ("verify", len(judged_arrays.verifier_mask)),
+            ("reference", len(reference_arrays.entropy)),
+        ):
+            _check_length(group, stage, size)
+        lengths = np.asarray(group.response_lengths)
+        mask = np.arange(lengths.max())[None, :] < lengths[:, None]
+
+        def padded(flat: np.ndarray, dtype: type) -> torch.Tensor:
+            out = np.zeros(mask.shape, dtype)
+            out[mask] = flat
+            return torch.from_numpy(out)
+
+        is_last = np.zeros(group.num_tokens, bool)
+        is_last[np.cumsum(lengths) - 1] = True
+        arguments = {
+            "entropies": padded(reference_arrays.entropy, np.float32),
+            "mask": torch.from_numpy(mask),
+            "position_mask": padded(judged_arrays.position_mask, np.bool_),
+            "verifier_span_mask": padded(judged_arrays.verifier_mask, np.bool_),
+            "eos_mask": padded(np.isin(arrays.token_ids, list(self._end_ids)) & is_last, np.bool_),
+            "entropy_quantile": self._roles.entropy_quantile,
+            "entropy_window": self._roles.entropy_window,
+        }
+        answer = token_roles(rule=self._roles.rule, **arguments)
+        return LabelledGroup(
+            rollout=group,
+            judged=judged,
+            reference=reference,
+            answer_tokens=tuple(answer.sum(1).tolist()),
+            vote_counts=vote_table(role_votes(**arguments), arguments["mask"]),
+            roles=RoleArrays(answer.numpy()[mask]),
+        )
+
+
+def _flat(votes: list[list[bool]]) -> np.ndarray:
+    return np.asarray([vote for row in votes for vote in row], dtype=np.bool_)
+
+
+def _check_length(group: RolloutGroup, stage: str, size: int) -> None:
+    if size != group.num_tokens:
+        raise RunError(
+            f"{stage} arrays of prompt {group.prompt.prompt_id}",
+            got=f"{size} tokens",
+            expected=f"{group.num_tokens}",
+            remedy="A stage returned arrays of another group; this is a bug in that stage.",
+            stage=stage,
+        )

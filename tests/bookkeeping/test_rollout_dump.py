@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from akl_dist.bookkeeping.rollout_dump import ReplayReader, dump_path, read_rollouts, rows_of_group, write_rollouts
+from akl_dist.contract.errors import DataError
+from akl_dist.contract.records import (
+    JudgedArrays,
+    JudgedGroup,
+    LabelledGroup,
+    Prompt,
+    ReferenceArrays,
+    ReferenceGroup,
+    RoleArrays,
+    RolloutArrays,
+    RolloutGroup,
+    Status,
+    TrainingGroup,
+    Verdict,
+)
+
+F32 = np.float32
+
+
+def group_of(prompt_id: str, lengths: tuple[int, ...], *, seed: int, version: int = 4):
+    """A group with arrays from a generator: no float among them has a short decimal form."""
+    rng = np.random.default_rng(seed)
+    n, size = sum(lengths), len(lengths)
+    prompt = Prompt(prompt_id, "s", f"text of {prompt_id} – é", tuple(int(t) for t in rng.integers(0, 50000, 5)), "18")
+    rollout = RolloutArrays(rng.integers(0, 150_000, n).astype(np.int32), -rng.exponential(size=n).astype(F32))
+    reference = ReferenceArrays(-rng.exponential(size=n).astype(F32), rng.exponential(size=n).astype(F32), None)
+    roles = RoleArrays(rng.random(n) < 0.5)
+    judged = JudgedArrays(tuple(f"text {i}" for i in range(size)), roles.answer_mask, roles.answer_mask)
+    verdicts = tuple(
+        [Verdict(Status.OK, "18", (0, 2)), Verdict(Status.TIMEOUT), Verdict(Status.NO_ANSWER)][i % 3] for i in range(size)
+    )
+    header = RolloutGroup(prompt, lengths, ("stop", *["length"] * (size - 1)), version, "rollout-0", None)
+    labelled = LabelledGroup(
+        header, JudgedGroup(prompt_id, verdicts, tuple(range(size)), None),
+        ReferenceGroup(prompt_id, (0.0,) * size, (0.0,) * size, None), (0,) * size, (0,) * 8, None,
+    )
+    training = TrainingGroup(labelled, tuple(i / 3 for i in range(size)), tuple(v.status.trains for v in verdicts))
+    return training, rollout, judged, reference, roles
+
+
+GROUPS = [group_of("s/1", (3, 1, 4), seed=0), group_of("s/2", (1,), seed=1), group_of("s/3", (2, 2), seed=2)]
+
+
+@pytest.fixture
+def dump(tmp_path):
+    path = dump_path(tmp_path / "rollouts", 12)
+    rows = [row for group in GROUPS for row in rows_of_group(12, *group)]
+    assert write_rollouts(path, rows) == 6
+    return path
+
+
+def test_names_and_columns(dump):
+    assert dump.name == "step_000012.parquet"
+    assert [p.name for p in dump.parent.iterdir()] == [dump.name], "no temporary file stays"
+    first, second, third, *_ = pq.read_table(dump).to_pylist()
+    assert first["prompt_text"] == "text of s/1 – é"
+    assert (first["reward"], second["reward"], third["reward"]) == (1.0, None, 0.0), "no verdict is no zero reward"
+    assert (first["status"], second["status"], third["status"]) == ("ok", "timeout", "no_answer")
+    assert (first["extracted"], second["extracted"]) == ("18", None)
+    assert [len(row["logp"]) for row in (first, second, third)] == [3, 1, 4]
+    assert third["advantage"] == 2 / 3
+
+
+def test_replay_is_bit_exact(dump):
+    replayed = read_rollouts(dump)
+    assert len(replayed) == 3
+    for got, (training, rollout, *_) in zip(replayed, GROUPS, strict=True):
+        header = training.labelled.rollout
+        assert got.prompt == header.prompt
+        assert (got.response_lengths, got.finish_reasons) == (header.response_lengths, header.finish_reasons)
+        assert got.policy_version == 4
+        assert got.arrays.token_ids.dtype == np.int32 and got.arrays.logp.dtype == F32
+        np.testing.assert_array_equal(got.arrays.token_ids, rollout.token_ids)
+        np.testing.assert_array_equal(got.arrays.logp.view(np.int32), rollout.logp.view(np.int32))
+
+
+def test_every_float_pattern_survives(tmp_path):
+    """Negative zero, denormals, NaN and infinities: bits are kept, whatever they mean."""
+    odd = np.array([-0.0, 1e-45, np.nan, -np.inf, np.nextafter(F32(-1), F32(0))], dtype=F32)
+    training, rollout, judged, reference, roles = group_of("s/1", (2, 3), seed=0)
+    rows = rows_of_group(1, training, dataclasses.replace(rollout, logp=odd), judged, reference, roles)
+    write_rollouts(tmp_path / "step_000001.parquet", rows)
+    got = read_rollouts(tmp_path / "step_000001.parquet")[0].arrays.logp
+    np.testing.assert_array_equal(got.view(np.int32), odd.view(np.int32))
+
+
+def test_consecutive_groups_of_one_prompt_stay_apart(tmp_path):
+    twice = [*rows_of_group(1, *GROUPS[2]), *rows_of_group(1, *GROUPS[2])]
+    write_rollouts(tmp_path / "step_000001.parquet", twice)
+    assert [g.response_lengths for g in read_rollouts(tmp_path / "step_000001.parquet")] == [(2, 2), (2, 2)]
+
+
+def test_text_that_is_no_unicode_is_escaped(tmp_path):
+    row = dataclasses.replace(rows_of_group(1, *GROUPS[1])[0], text="broken \ud800 half")
+    write_rollouts(tmp_path / "step_000001.parquet", [row])
+    assert pq.read_table(tmp_path / "step_000001.parquet").column("text").to_pylist() == ["broken \\ud800 half"]
+
+
+def test_misaligned_arrays_are_refused():
+    training, rollout, judged, reference, roles = GROUPS[0]
+    short = ReferenceArrays(reference.logp[:-1], reference.entropy[:-1], None)
+    with pytest.raises(ValueError, match="prompt s/1: arrays do not hold the 8 tokens"):
+        rows_of_group(1, training, rollout, judged, short, roles)
+    with pytest.raises(ValueError, match="sample 0: arrays do not align"):
+        dataclasses.replace(rows_of_group(1, *GROUPS[0])[0], role=np.zeros(2, bool))
+
+
+def test_a_failed_write_leaves_the_old_dump(dump):
+    before = dump.read_bytes()
+
+    def rows():
+        yield from rows_of_group(12, *GROUPS[0])
+        raise OSError("the arrays could not be fetched")
+
+    with pytest.raises(OSError, match="fetched"):
+        write_rollouts(dump, rows())
+    assert dump.read_bytes() == before and len(list(dump.parent.iterdir())) == 1
+
+
+# --- replay ------------------------------------------------------------------------------------------------------
+
+
+def test_reader(dump):
+    for folder in (dump.parent, dump.parent.parent):  # rollouts/ or the run directory
+        reader = ReplayReader(folder)
+        assert list(reader.steps) == [12]
+        assert reader.read(12)[1].prompt.prompt_id == "s/2"
+    with pytest.raises(DataError, match=r"step 13: got no dump in .*its 1 steps, 12 to 12.*steps=12"):
+        ReplayReader(dump.parent).read(13)
+
+
+def test_empty_folder(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(DataError, match=r"rollout\.replay: got no step_.*dump_rollouts=true"):
+            ReplayReader(folder)
+
+
+def test_damaged_and_foreign_files(dump, tmp_path):
+    foreign = tmp_path / "step_000001.parquet"
+    pq.write_table(pa.table({"prompt": ["p"]}), foreign)
+    with pytest.raises(DataError, match="got columns prompt; expected columns step, prompt_id"):
+        read_rollouts(foreign)
+    dump.write_bytes(dump.read_bytes()[:-10])
+    with pytest.raises(DataError, match="unreadable file"):
+        read_rollouts(dump)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 4])
+def test_incomplete_groups_are_refused(tmp_path, lost: int):
+    rows = [row for group in GROUPS for row in rows_of_group(1, *group)]
+    del rows[lost]
+    write_rollouts(tmp_path / "step_000001.parquet", rows)
+    with pytest.raises(DataError, match=r"first sample|samples \["):
+        read_rollouts(tmp_path / "step_000001.parquet")
+
+
+def test_no_rows(tmp_path):
+    write_rollouts(tmp_path / "step_000001.parquet", [])
+    with pytest.raises(DataError, match="got 0 rows"):
+        read_rollouts(tmp_path / "step_000001.parquet")

@@ -1,0 +1,226 @@
+"""Everything under conf/ composes, validates, plans; the result is frozen, strict in types, and survives YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import akl_dist
+from akl_dist.cluster.placement import layout
+from akl_dist.cluster.plan_text import plan_text
+from akl_dist.config import typed
+from akl_dist.config.command_line import check_command_line, sweep
+from akl_dist.config.compose import compose, conf_dir, config_hash, from_yaml, group_choices, to_yaml
+from akl_dist.config.schema import Config
+from akl_dist.config.validate import validate
+from akl_dist.contract.errors import ConfigError
+
+KEYS = Path(__file__).with_name("config_keys.txt")
+EXPERIMENTS = group_choices()["exp"]
+# What a choice needs beside it: a model with a longer context than the embedded one, a data set for the generic recipe.
+LONG = "model.path=Qwen/Qwen2.5-0.5B-Instruct"
+BESIDE = {"data=generic": [LONG, "data.name=an/example"], "data=gsm8k": [LONG], "data=math": [LONG], "data=gsm8k_math": [LONG]}
+
+
+def test_defaults_are_the_schemas() -> None:
+    config = compose([])
+    changed = {key for key, value in typed.leaves(config) if value != typed.default(key)}
+    assert changed == set(), "config.yaml's default groups restate the schema's defaults"
+    validate(config)
+
+
+@pytest.mark.parametrize("exp", EXPERIMENTS)
+def test_every_experiment(exp: str) -> None:
+    config = compose([f"+exp={exp}"])
+    assert config.experiment == exp
+    validate(config)
+    assert exp in plan_text(config, layout(config))
+    assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group, names in group_choices().items() if group != "exp"
+                                    for name in names])
+def test_every_group_choice(choice: str) -> None:
+    validate(compose(check_command_line([choice, *BESIDE.get(choice, [])]).overrides))
+
+
+@pytest.mark.parametrize("exp", [exp for exp in EXPERIMENTS if exp.startswith("sweep_")])
+def test_every_sweep_job(exp: str) -> None:
+    jobs = sweep(check_command_line(["-m", f"+exp={exp}"]), stamp="T")
+    assert len(jobs) > 1
+    assert len({tuple(job) for job in jobs}) == len({job[-1] for job in jobs}) == len(jobs)
+    values: dict[str, list[str]] = {}  # one job for every value of every key
+    for job in jobs:
+        for override in job[:-1]:
+            values.setdefault(override, job)
+    chosen = [list(job) for job in {tuple(job) for job in values.values()}]
+    configs = [compose(job) for job in chosen]
+    for config in configs:
+        validate(config)
+    assert len({config_hash(config) for config in configs}) == len(chosen)
+
+
+def test_every_yaml_file_is_reached() -> None:
+    reached = {f"{group}/{name}" for group, names in group_choices().items() for name in names} | {"config"}
+    assert reached == {file.relative_to(conf_dir()).with_suffix("").as_posix() for file in conf_dir().rglob("*.y*ml")}
+
+
+@pytest.mark.parametrize(("name", "directions"), [
+    ("akl", ("forward", "reverse")), ("akl_swapped", ("reverse", "forward")), ("symmetric", ("symmetric", "symmetric")),
+    ("uniform_forward", ("forward", "forward")), ("uniform_reverse", ("reverse", "reverse")),
+])
+def test_kl_groups_mean_what_they_say(name: str, directions: tuple[str, str]) -> None:
+    kl = compose([f"objective/kl={name}"]).objective.kl
+    assert (kl.direction_reasoning, kl.direction_answer) == directions
+
+
+def test_the_large_recipes() -> None:
+    config = compose(["+exp=akl_72b"])
+    kl, cluster = config.objective.kl, config.cluster
+    assert (config.model.path, config.data.recipe) == ("Qwen/Qwen2.5-72B-Instruct", "gsm8k_math")
+    assert (kl.beta_reasoning, kl.beta_answer, kl.direction_reasoning, kl.direction_answer) == (1e-3, 4e-2, "forward", "reverse")
+    assert (cluster.num_nodes, cluster.devices_per_node, cluster.layout) == (16, 8, "separate")
+    assert config.rollout.tensor_parallel_size > 1
+
+
+@pytest.mark.parametrize("size", ["7b", "72b"])
+def test_twins_differ_only_in_size(size: str) -> None:
+    large, small = compose([f"+exp=akl_{size}"]), compose([f"+exp=akl_tiny_{size}"])
+    same = ["cluster.layout", "roles.rule", "learner.updates_per_step", "learner.gradient_checkpointing", "checkpoint.keep"]
+    same += [key for key in typed.hints() if key.startswith("objective.") and key not in
+             ("objective.kl.estimator", "objective.kl.beta_reasoning", "objective.kl.beta_answer")]
+    assert {key: typed.value_of(small, key) for key in same} == {key: typed.value_of(large, key) for key in same}
+
+
+def test_keys_are_frozen() -> None:
+    """Adding, renaming or removing a key is a decision: change config_keys.txt with it and record it in CHANGELOG.md."""
+    assert sorted(typed.hints()) == KEYS.read_text(encoding="utf-8").split()
+
+
+def test_configuration_is_immutable() -> None:
+    config = compose(["+exp=tiny", "objective=dapo"])
+    for node in (config, config.learner, config.objective.kl):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            node.lr = 1  # type: ignore[attr-defined]
+    params = config.objective.policy_loss_params
+    for change in (lambda: params.update(a=1), lambda: params.__setitem__("clip_low", 0), lambda: params.pop("clip_low"),
+                   lambda: params.clear(), lambda: params.setdefault("a", 1)):
+        with pytest.raises(TypeError, match="frozen"):
+            change()
+    assert isinstance(config.learner.adam_betas, tuple)
+    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
+
+
+def test_command_line_beats_experiment_beats_group() -> None:
+    assert compose(["+exp=tiny"]).rollout.max_response_tokens == 64
+    assert compose(["+exp=tiny", "rollout.max_response_tokens=32"]).rollout.max_response_tokens == 32
+    assert compose(["+exp=gsm8k_smollm2"]).data.recipe == "gsm8k"
+    assert compose(["+exp=gsm8k_smollm2", "data=math"]).data.recipe == "math"
+
+
+@pytest.mark.parametrize("text", ["2026-11-30", "1e5", "007", "null", "yes", "${seed}", "a: b", "é\n# x", "0x1F"])
+def test_yaml_round_trip_keeps_odd_texts(text: str) -> None:
+    config = dataclasses.replace(Config(), run_id=text)
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_yaml_round_trip_keeps_numbers() -> None:
+    config = compose(["+exp=akl_7b", "learner.lr=1e-20"])
+    again = from_yaml(to_yaml(config))
+    assert again.learner.lr == 1e-20 and again.weight_sync.max_gap is None and again.learner.adam_betas == (0.9, 0.999)
+
+
+def test_foreign_yaml_is_refused_with_all_problems() -> None:
+    data = yaml.safe_load(to_yaml(compose(["+exp=tiny"])))
+    data["learner"]["lrr"] = 1
+    data["seed"] = 1.5
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(yaml.safe_dump(data))
+    assert {problem.subject for problem in caught.value.problems} == {"learner.lrr", "seed"}
+    for text in ("[1, 2]", "a: [", ""):
+        with pytest.raises(ConfigError):
+            from_yaml(text)
+
+
+def test_own_yaml_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "my files"
+    (folder / "exp").mkdir(parents=True)
+    (folder / "exp" / "mine.yaml").write_text("# @package _global_\ndefaults: [tiny]\nexperiment: mine\nseed: 5\n")
+    (folder / "exp" / "bad.yaml").write_text("# @package _global_\nlearner: {lrr: 1}\nrollout: {group_size: 2.5}\n")
+    search = f"hydra.searchpath=['{folder}']"
+    config = compose(check_command_line([search, "+exp=mine"]).overrides)
+    assert (config.experiment, config.seed, config.steps) == ("mine", 5, 40)
+    with pytest.raises(ConfigError) as caught:
+        compose(check_command_line([search, "+exp=bad"]).overrides)
+    assert {problem.subject for problem in caught.value.problems} == {"learner.lrr", "rollout.group_size"}
+
+
+def test_composition_errors_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match="composition"):
+        compose(["run_id=${no.such.key}"])
+
+
+def test_hash_ignores_where_and_sees_what() -> None:
+    base = config_hash(compose(["+exp=tiny"]))
+    assert base == config_hash(compose(["+exp=tiny", "run_id=x", "output_dir=/elsewhere", "debug=true", "resume=never"]))
+    assert base == config_hash(from_yaml(to_yaml(compose(["+exp=tiny"]))))
+    for change in ("seed=1", "objective.kl.beta_answer=0.5", "rollout.group_size=4"):
+        assert base != config_hash(compose(["+exp=tiny", change]))
+
+
+def fresh_python(code: str, *, folder: Path, package_root: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(package_root), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    """--help, validation and dry runs must start at once: no torch, Ray, vLLM, DeepSpeed or transformers."""
+    code = (
+        "import sys\n"
+        "from akl_dist.config import choices, command_line, compose, models, schema, typed, validate\n"
+        "from akl_dist.cluster import placement, plan_text\n"
+        "config = compose.compose(['+exp=akl_7b']); validate.validate(config)\n"
+        "plan_text.plan_text(config, placement.layout(config))\n"
+        "print([m for m in ('torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'numpy', 'datasets') if m in sys.modules])\n"
+    )
+    assert fresh_python(code, folder=tmp_path, package_root=Path(akl_dist.__file__).parents[1]) == "[]"
+
+
+def test_validation_needs_only_the_standard_library(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from akl_dist.config import choices, models, schema, typed, validate\n"
+        "from akl_dist.cluster import placement\n"
+        "print([m for m in ('hydra', 'omegaconf', 'yaml', 'torch') if m in sys.modules])\n"
+    )
+    assert fresh_python(code, folder=tmp_path, package_root=Path(akl_dist.__file__).parents[1]) == "[]"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_any_folder_and_a_path_with_a_space(tmp_path: Path, installed: bool) -> None:
+    """A checkout (conf beside the package) and an installed wheel (conf inside it), both under a path with a space."""
+    root, elsewhere = tmp_path / "a b(c)", tmp_path / "else where"
+    elsewhere.mkdir()
+    package = root / "akl_dist"
+    for part in ("config", "contract"):
+        shutil.copytree(Path(akl_dist.__file__).parent / part, package / part)
+    shutil.copy(akl_dist.__file__, package)
+    shutil.copytree(conf_dir(), (package if installed else root) / "conf")
+    code = (
+        "from akl_dist.config.compose import compose, conf_dir\n"
+        "print(conf_dir()); print(compose(['+exp=tiny', 'objective/kl=symmetric']).objective.kl.direction_answer)\n"
+    )
+    shown = fresh_python(code, folder=elsewhere, package_root=root).splitlines()
+    assert shown == [str((package if installed else root) / "conf"), "symmetric"]
+    assert list(elsewhere.iterdir()) == []  # composing writes nothing

@@ -1,0 +1,141 @@
+"""PPO at hand-made numbers, its gradient at the edges, and the registry."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from akl_dist.objective import (
+    POLICY_LOSSES,
+    policy_loss,
+    policy_statistics,
+    register_policy_loss,
+    token_gradient,
+)
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def ratios(*values: float) -> dict[str, torch.Tensor]:
+    """logp and anchor with the given ratios pi/anchor."""
+    return {"logp": row(*map(math.log, values)), "anchor_logp": row(*(0.0 for _ in values))}
+
+
+def test_ppo_values_and_gradients_by_hand():
+    """Window [.8, 1.2]. A = 1: -min(r, 1.2); A = -1: max(r, .8). Gradient -A r inside or on the corrective side."""
+    arguments = ratios(1.1, 1.5, 0.5, 1.5, 0.5, 1.0)
+    arguments["logp"].requires_grad_(True)
+    loss = policy_loss("ppo", **arguments, advantages=row(1, 1, 1, -1, -1, -2), mask=torch.ones(1, 6))
+    assert loss[0].tolist() == pytest.approx([-1.1, -1.2, -0.5, 1.5, 0.8, 2.0], rel=1e-12)
+    loss.sum().backward()
+    assert arguments["logp"].grad[0].tolist() == pytest.approx([-1.1, 0, -0.5, 1.5, 0, 2.0], rel=1e-12)
+
+
+def test_asymmetric_window_and_dual_clip_by_hand():
+    """[.8, 1.28] and A = -1, r = 5 with dual clip 3: loss 3, no gradient; without it: loss 5, gradient 5."""
+    arguments = ratios(1.25, 1.3, 5.0)
+    advantages, mask = row(1, 1, -1), torch.ones(1, 3)
+
+    def gradient(**params):
+        return token_gradient(
+            lambda x: policy_loss("ppo", logp=x, anchor_logp=arguments["anchor_logp"], advantages=advantages, mask=mask, **params),
+            arguments["logp"],
+        )[0].tolist()
+
+    loss = policy_loss("ppo", **arguments, advantages=advantages, mask=mask, clip_high=0.28, dual_clip=3.0)
+    assert loss[0].tolist() == pytest.approx([-1.25, -1.28, 3.0], rel=1e-12)
+    assert gradient(clip_high=0.28, dual_clip=3.0) == pytest.approx([-1.25, 0, 0], rel=1e-12)
+    assert gradient(clip_high=0.28) == pytest.approx([-1.25, 0, 5.0], rel=1e-12)
+
+
+def test_a_rows_advantage_holds_for_its_tokens():
+    logp, mask = torch.zeros(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    loss = policy_loss("ppo", logp=logp, anchor_logp=logp, advantages=torch.tensor([2.0, -1.0]), mask=mask)
+    assert loss.tolist() == [[-2, -2, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_extreme_ratios_stay_finite(advantage):
+    """Log-ratios of +-100 and an anchor probability of 1e-12; NaN where masked, in every input."""
+    logp = torch.tensor([[100.0, -100.0, 0.0, math.nan]], requires_grad=True)
+    loss = policy_loss(
+        "ppo",
+        logp=logp,
+        anchor_logp=torch.tensor([[0.0, 0.0, math.log(1e-12), math.nan]]),
+        advantages=torch.tensor([[advantage, advantage, advantage, math.nan]]),
+        mask=torch.tensor([[True, True, True, False]]),
+    )
+    loss.sum().backward()
+    assert loss.isfinite().all() and logp.grad.isfinite().all()
+    assert loss[0, 3] == 0 and logp.grad[0, 3] == 0
+    if advantage < 0:
+        assert logp.grad[0, 0] > 0  # far outside, yet it still pulls back
+
+
+def test_only_logp_is_differentiated():
+    tensors = {name: torch.full((1, 2), 0.1, requires_grad=True) for name in ("logp", "anchor_logp", "advantages")}
+    policy_loss("ppo", **tensors, mask=torch.ones(1, 2)).sum().backward()
+    assert tensors["logp"].grad is not None
+    assert tensors["anchor_logp"].grad is None and tensors["advantages"].grad is None
+
+
+def test_half_precision_is_computed_in_float32():
+    logp = torch.tensor([[-1.0]], dtype=torch.bfloat16, requires_grad=True)
+    loss = policy_loss("ppo", logp=logp, anchor_logp=logp, advantages=torch.ones(1), mask=torch.ones(1, 1))
+    assert loss.dtype == torch.float32
+
+
+def test_statistics_by_hand():
+    """Ratios 1.1, 1.5, e^25 (clamped to e^20), one masked. Clipped: 1.5 with A = 1; the third pulls back, A = -1."""
+    arguments = {
+        "anchor_logp": row(0, 0, 0, math.nan),
+        "advantages": row(1, 1, -1, math.nan),
+        "mask": row(1, 1, 1, 0),
+    }
+    logp = row(math.log(1.1), math.log(1.5), 25.0, math.nan)
+    gradient = token_gradient(lambda x: policy_loss("ppo", logp=x, **arguments), logp)
+    got = policy_statistics(logp=logp, gradient=gradient, **arguments)
+    assert (got.tokens.item(), got.clipped.item(), got.clamped.item()) == (3, 1, 1)
+    assert got.ratio_sum.item() == pytest.approx(2.6 + math.exp(20), rel=1e-12)
+    assert got.ratio_max.item() == pytest.approx(math.exp(20), rel=1e-12)
+
+
+def test_unknown_names_and_parameters_name_the_nearest():
+    tensors = {**ratios(1.0), "advantages": row(1.0), "mask": row(1.0)}
+    with pytest.raises(ValueError, match="did you mean 'ppo'"):
+        policy_loss("pp0", **tensors)
+    with pytest.raises(ValueError, match="did you mean 'clip_low'"):
+        policy_loss("ppo", **tensors, clip_lo=0.2)
+    with pytest.raises(ValueError, match="dual_clip"):
+        policy_loss("ppo", **tensors, dual_clip=1.0)
+    with pytest.raises(ValueError, match="advantages"):
+        policy_loss("ppo", **{**tensors, "advantages": torch.ones(3)})
+
+
+def test_registration_of_a_loss_of_ones_own():
+    @register_policy_loss("scaled_for_this_test")
+    def scaled(*, logp, anchor_logp, advantages, mask, scale=1.0):
+        assert not any(tensor.isnan().any() for tensor in (logp, anchor_logp, advantages))  # inputs arrive selected
+        return -scale * advantages * logp
+
+    try:
+        loss = policy_loss(
+            "scaled_for_this_test",
+            logp=row(-2.0, math.nan),
+            anchor_logp=row(0, math.nan),
+            advantages=row(3.0, math.nan),
+            mask=row(1, 0),
+            scale=0.5,
+        )
+        assert loss.tolist() == [[3.0, 0.0]]
+        with pytest.raises(ValueError, match="second registration"):
+            register_policy_loss("scaled_for_this_test")(lambda *, logp, anchor_logp, advantages, mask: logp)
+    finally:
+        del POLICY_LOSSES["scaled_for_this_test"]
+    with pytest.raises(ValueError, match="named parameters only"):
+        register_policy_loss("open_ended")(lambda *, logp, anchor_logp, advantages, mask, **rest: logp)
+    assert "open_ended" not in POLICY_LOSSES

@@ -1,0 +1,131 @@
+"""Covers the pool's own work on a real Ray cluster, with a stand-in for vLLM: assignment, order, names, failures."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.stack
+
+import akl_dist.rollout.pool as pool_module  # noqa: E402
+from akl_dist.cluster.gather import fetch, gather  # noqa: E402
+from akl_dist.contract.errors import ActorDied, DeadlineExceeded, ModelError  # noqa: E402
+from akl_dist.contract.records import Prompt, RolloutArrays, Sampling  # noqa: E402
+from akl_dist.rollout.engine import SampledGroup  # noqa: E402
+from akl_dist.rollout.launch import EngineSettings  # noqa: E402
+from akl_dist.rollout.pool import RolloutActor, RolloutPool  # noqa: E402
+
+SETTINGS = EngineSettings(model_path="unused", dtype="float32", max_model_len=32)
+SAMPLING = Sampling(group_size=2, temperature=1.0, max_response_tokens=4, end_ids=(1,), seed_key=(0,))
+
+
+class StandInEngine:
+    """Two responses per prompt: (prompt id, 1) and (prompt id, prompt id, 1). Prompt ids 66, 67 and 68 fail in their ways."""
+
+    policy_version = 5
+    effective = {"dtype": "float32"}
+
+    def sample(self, prompts, sampling):
+        for prompt in prompts:
+            if prompt.token_ids == (66,):
+                raise ModelError("engine", got="a", expected="b", remedy="c", stage="rollout")
+            if prompt.token_ids == (67,):
+                os._exit(1)
+            if prompt.token_ids == (68,):
+                time.sleep(30)
+        return [
+            SampledGroup(
+                RolloutArrays(np.array([p.token_ids[0], 1, p.token_ids[0], p.token_ids[0], 1], np.int32),
+                              np.full(5, -0.5, np.float32)),
+                (2, 3),
+                ("stop", "stop"),
+            )
+            for p in prompts
+        ]
+
+    def close(self):
+        pass
+
+
+class StandInActor(RolloutActor):
+    def start(self):
+        if self._settings.model_path == "bad":
+            raise ModelError("model folder bad", got="nothing", expected="a model", remedy="", stage="rollout")
+        self._engine = StandInEngine()
+        return {**self._engine.effective, "environment": dict(os.environ)}
+
+
+@pytest.fixture
+def make(local_ray, monkeypatch):
+    local_ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(pool_module, "RolloutActor", StandInActor)
+    monkeypatch.setattr(pool_module, "CLOSE_TIMEOUT_S", 1.0)
+    pools = []
+
+    def build(count, *, settings=SETTINGS, timeout_s=60.0, **options):
+        run_id = f"test{len(pools)}"
+        actor_options = [{"num_cpus": 0, **options} for _ in range(count)]
+        pools.append(RolloutPool(run_id=run_id, settings=settings, actor_options=actor_options, timeout_s=timeout_s))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+def prompts(*ids):
+    return [Prompt(f"p/{i}", "p", "", (i,), "") for i in ids]
+
+
+def test_prompts_are_dealt_in_turn_and_come_back_in_order(make):
+    pool = make(2, runtime_env={"env_vars": {"OMP_NUM_THREADS": "7", "MY_SETTING": "1"}})
+    started = gather(pool.ready(), timeout_s=60, stage="rollout", doing="starting")
+    assert list(started) == ["rollout/test0/0", "rollout/test0/1"] == list(pool.engines)
+    environment = started["rollout/test0/0"]["environment"]
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE" and environment["MY_SETTING"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "7", "what the caller sets goes first"
+    assert pool.ping() == {"rollout/test0/0": 5, "rollout/test0/1": 5}
+
+    groups = pool.sample(prompts(11, 12, 13, 14, 15), SAMPLING)
+    assert [group.prompt.prompt_id for group in groups] == ["p/11", "p/12", "p/13", "p/14", "p/15"]
+    assert [group.engine[-1] for group in groups] == ["0", "1", "0", "1", "0"]
+    assert {group.policy_version for group in groups} == {5}
+    import ray
+
+    for group in groups:
+        assert isinstance(group.arrays, ray.ObjectRef), "arrays do not pass the driver"
+        arrays = fetch(group.arrays, timeout_s=30, stage="rollout", what="arrays")
+        assert arrays.token_ids.tolist() == [group.prompt.token_ids[0], 1, *[group.prompt.token_ids[0]] * 2, 1]
+        assert group.response_lengths == (2, 3) and group.num_tokens == len(arrays.logp)
+    assert set(pool.busy_s) == set(pool.engines) and min(pool.busy_s.values()) >= 0
+
+    assert [g.prompt.prompt_id for g in pool.sample(prompts(11), SAMPLING)] == ["p/11"]  # fewer prompts than engines
+    assert pool.busy_s["rollout/test0/1"] == 0.0
+    assert pool.sample([], SAMPLING) == []
+
+
+def test_failures_name_the_engine(make):
+    pool = make(2)
+    with pytest.raises(ModelError) as error:
+        pool.sample(prompts(1, 66), SAMPLING)
+    assert error.value.actor == "rollout/test0/1"
+    with pytest.raises(ActorDied, match="rollout/test0/0"):
+        pool.sample(prompts(67, 1), SAMPLING)
+
+
+def test_a_hanging_engine_meets_the_deadline(make):
+    pool = make(2, timeout_s=30.0)
+    gather(pool.ready(), timeout_s=60, stage="rollout", doing="starting")
+    pool._timeout_s = 1.5
+    with pytest.raises(DeadlineExceeded, match="rollout/test0/1"):
+        pool.sample(prompts(1, 68), SAMPLING)
+
+
+def test_a_start_that_fails_says_why(make):
+    pool = make(1, settings=EngineSettings(model_path="bad", dtype="float32", max_model_len=32))
+    with pytest.raises(ModelError, match="model folder bad"):
+        gather(pool.ready(), timeout_s=60, stage="rollout", doing="starting")
