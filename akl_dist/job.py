@@ -15,13 +15,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from akl_dist.cluster import environment, preflight
-from akl_dist.cluster.placement import layout
+from akl_dist.cluster.placement import lacks, layout
 from akl_dist.cluster.plan_text import plan_text
 from akl_dist.config import typed
 from akl_dist.config.compose import config_hash, from_yaml
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import not_run_yet, validate, warnings
-from akl_dist.contract.errors import AklError, ConfigError, DataError
+from akl_dist.contract.errors import AklError, ClusterError, ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     from akl_dist.bookkeeping.checkpoint import Checkpoint
@@ -46,6 +46,15 @@ def dry_run(config: Config) -> int:
         return _complain(error, config)
     print(text)
     return 0
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for everything wrong with a configuration that is to be run, planned-only settings included."""
+    validate(config)
+    unready = not_run_yet(config)
+    if unready:
+        raise ConfigError([UserError("configuration", got=item, expected="settings that a run carries out", stage="config",
+                                     remedy="Use dry_run=true to see the plan.") for item in unready])
 
 
 def load_data(config: Config) -> LoadedData:
@@ -106,10 +115,11 @@ class Attempt:
 
     def execute(self) -> int:
         config = self.config
-        validate(config)
+        check(config)
         for line in warnings(config):
             say(f"warning: {line}")
         environment.prepare(config.cluster.address)
+        self._preflight()
         loaded = None if config.rollout.replay is not None else load_data(config)
         if loaded is not None:
             say(str(loaded.report))
@@ -117,6 +127,14 @@ class Attempt:
         with ExitStack() as shutdown:
             progress = self._train(loaded, resumed, shutdown)
         return self._conclude(progress)
+
+    def _preflight(self) -> None:
+        """A local cluster has what this machine has: what is missing is known before Ray starts."""
+        if environment.resolve_address(self.config.cluster.address) is None:
+            missing = lacks(layout(self.config), [preflight.machine_resources(self.config)])
+            if missing:
+                raise ClusterError("this machine", got="; ".join(missing), expected="room for the layout", stage="cluster",
+                                   remedy="Ask for fewer ranks, engines or devices; dry_run=true prints the layout.")
 
     def _enter_directory(self) -> Checkpoint | None:
         """Find what to resume from, then write config.yaml and environment.json."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from akl_dist.config.command_line import ParsedCommand, check_command_line, help_text, sweep
 from akl_dist.config.compose import compose
 from akl_dist.config.schema import Config
+from akl_dist.config.validate import validate
 from akl_dist.contract.errors import AklError
 
 EXAMPLE = "python -m akl_dist.main +exp=tiny learner.lr=1e-4 objective.kl.beta_answer=0.5"
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(help_text("akl_dist.main", EXAMPLE))
             return 0
         configs = [compose(overrides) for overrides in jobs(command)]
+        if len(configs) > 1:  # a mistake in the last job shows before the first one starts
+            for config in configs:
+                validate(config)
     except AklError as error:
         return complain(error, debug=debug)
     codes = []

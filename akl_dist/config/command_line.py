@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,8 @@ def help_text(command: str, example: str) -> str:
     """What ``--help`` prints: usage, an example, groups with their choices, keys with their defaults."""
     lines = [f"usage: python -m {command} [+exp=NAME] [group=CHOICE ...] [key=value ...] [-m]", "", f"example: {example}", ""]
     lines += ["groups (group=CHOICE; +exp=NAME for an experiment):"]
-    lines += [f"  {group:14s} {', '.join(names)}" for group, names in group_choices().items()]
+    lines += [textwrap.fill(f"{group:14s} {', '.join(names)}", 110, initial_indent="  ", subsequent_indent=" " * 17)
+              for group, names in group_choices().items()]
     lines += ["", "keys and defaults (key=value):"]
     lines += [f"  {key} = {_shown(typed.default(key))}" for key in typed.hints()]
     return "\n".join([*lines, "", "-m runs every combination of comma lists and ranges, one after another: seed=0,1,2"])

@@ -87,7 +87,7 @@ def compose_plain(overrides: Sequence[str], *, with_hydra: bool = False) -> dict
             remedy="Mend the file or override named.", stage="config",
         )]) from error
     assert isinstance(data, dict)
-    return data
+    return {str(name): value for name, value in data.items()}
 
 
 def compose(overrides: Sequence[str]) -> Config:

@@ -50,7 +50,7 @@ def sections() -> frozenset[str]:
 @cache
 def free_form() -> frozenset[str]:
     """Keys whose value is a dictionary with names of its own (``objective.policy_loss_params``)."""
-    return frozenset(path for path, hint in keys().items() if typing.get_origin(hint) is dict)
+    return frozenset(path for path, hint in hints().items() if typing.get_origin(hint) is dict)
 
 
 def _walk(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -62,7 +62,7 @@ def _walk(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def is_text(key: str) -> bool:
     """Whether a key holds text (or null)."""
-    hint = keys().get(key)
+    hint = hints().get(key)
     return str in (typing.get_args(hint) or (hint,))
 
 
@@ -84,16 +84,16 @@ def value_of(config: Config, key: str) -> Any:
 
 def nearest_key(key: str) -> str | None:
     """The valid key closest to ``key``: by its whole path, else by its last name (``lr`` -> ``learner.lr``)."""
-    valid = [*keys(), *sections()]
+    valid = [*hints(), *sections()]
     last = key.rpartition(".")[2]
-    same_last = [k for k in keys() if k.rpartition(".")[2] == last]
+    same_last = [k for k in hints() if k.rpartition(".")[2] == last]
     if same_last:
         return max(same_last, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
     by_path = nearest(key, valid)
     if by_path is not None:
         return by_path
-    leaf = nearest(last, [k.rpartition(".")[2] for k in keys()])
-    return next((k for k in keys() if k.rpartition(".")[2] == leaf), None)
+    leaf = nearest(last, [k.rpartition(".")[2] for k in hints()])
+    return next((k for k in hints() if k.rpartition(".")[2] == leaf), None)
 
 
 def unknown_key(key: str) -> UserError:
@@ -188,5 +188,5 @@ def _plain(node: Any) -> Any:
 
 def leaves(config: Config) -> Iterator[tuple[str, Any]]:
     """Every leaf key with its value."""
-    for key in keys():
+    for key in hints():
         yield key, value_of(config, key)

@@ -63,7 +63,7 @@ def warnings(config: Config) -> list[str]:
     if config.verify.batch_timeout_s < 0.02 * judged:
         found.append(f"verify.batch_timeout_s={config.verify.batch_timeout_s:g} ends a batch in which 2 % of the judgements "
                      f"time out (each {config.verify.timeout_s:g} s, {config.verify.num_workers} workers).")
-    return found + not_run_yet(config)
+    return found
 
 
 def not_run_yet(config: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""The embedded tiny task and model: generated sums, a 23-token tokenizer, a trained 0.6M-parameter Qwen2."""
+"""The embedded tiny task and model: generated sums, a byte tokenizer, a trained 0.6M-parameter Qwen2."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -143,5 +143,5 @@ def _copied(value: int, rng: random.Random, noise: Noise) -> int:
 
 
 def _off_by(value: int, deltas: Sequence[int], rng: random.Random) -> int:
-    """`value` plus one of `deltas`, never below zero: the vocabulary has no minus sign."""
+    """`value` plus one of `deltas`, never below zero: the task has no minus sign."""
     return value + rng.choice([delta for delta in deltas if value + delta >= 0])

@@ -37,12 +37,17 @@ _NAME = re.compile(
 )
 _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>")
 _VARIABLE = re.compile(r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda))(?:_\{?\w\}?)?")
-_UNIT = re.compile(
-    r"(?P<body>.*?[\d)}])\s*(?P<unit>\\text\{[^{}]*\}|(?<=[\d)}\s])[A-Za-z]{2,}[A-Za-z ]*|°)(?P<power>\^\s*\{?[23]\}?)?",
+_SHORT_UNITS = (
+    r"(?:[cmk]?m|[mk]?g|m?[lL]|ft|in|mi|yd|lbs?|oz|hrs?|min|secs?|ms|mph|kph|[kK]?Hz|[kK]?[JWVN]|Pa|units?|USD|am|pm|rad|deg|mol|days?|cups?)"
+)
+_UNIT = re.compile(  # a text wrapper, a short unit of the list, or a plain word of four letters after a space
+    r"(?P<body>.*?[\d)}])\s*(?P<unit>\\text\{[^{}]*\}|"
+    + _SHORT_UNITS
+    + r"|(?<=\s)[A-Za-z]{4,}[A-Za-z ]*|°)(?P<power>\^\s*\{?[23]\}?)?",
     re.DOTALL,
 )
 _BASE = re.compile(r"(?P<digits>[0-9A-Fa-f]+)_\{?(?P<base>\d{1,2})\}?")
-_NOT_UNITS = re.compile(r"(?:pi|sqrt|sin|cos|tan|log|ln|exp|mod|choose|[xyzabcn]{2,3}|and|or)\b")
+_NOT_UNITS = re.compile(r"(?:sin|cos|tan|log|exp)[a-z]?\b|sqrt|choose|infty")
 _MATRIX = re.compile(r"\\begin\{([pbvV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 
 

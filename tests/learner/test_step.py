@@ -32,7 +32,7 @@ def run(samples, *, objective=NO_KL, totals=None, old=None, logits=None):
         totals = Totals(int(batch.mask.sum()), sum(s.trains for s in samples), int((batch.mask & batch.answer_mask).sum()))
     result = micro_batch_loss(batch, statistics, objective=objective, totals=totals, old_logp=old)
     result.loss.backward()
-    return float(result.loss), logits.grad, dict(zip(SUMS, result.sums.tolist(), strict=True)), \
+    return float(result.loss.detach()), logits.grad, dict(zip(SUMS, result.sums.tolist(), strict=True)), \
         dict(zip(MAXIMA, result.maxima.tolist(), strict=True))
 
 

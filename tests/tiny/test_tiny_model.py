@@ -24,7 +24,7 @@ from akl_dist.tiny.make_model import (
     training_batch,
 )
 from akl_dist.tiny.task import Noise, make_problem, problems, worked_solution
-from akl_dist.tiny.tokenizer import TOKENS, build_tokenizer
+from akl_dist.tiny.tokenizer import TASK_TOKENS, TOKENS, build_tokenizer
 
 RESPONSE = r"<think>7+3=10;10+6=16;16+2=18</think>\boxed{18.0}<eos>"
 PROMPT = "<user>7+3+6+2=<assistant>"
@@ -55,7 +55,7 @@ def test_round_trip_and_offsets(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def test_ids_are_the_order_of_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.get_vocab() == {token: index for index, token in enumerate(TOKENS)}
-    assert (tokenizer.pad_token, tokenizer.eos_token, len(tokenizer)) == ("<pad>", "<eos>", 23)
+    assert (tokenizer.pad_token, tokenizer.eos_token, len(tokenizer)) == ("<pad>", "<eos>", 263)
 
 
 def test_decoding_token_by_token_adds_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -76,18 +76,24 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
         tokenizer.apply_chat_template([{"role": "system", "content": "1"}], tokenize=False)
 
 
-def test_text_outside_the_vocabulary_raises(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(Exception, match="UNK"):
-        tokenizer.encode("7 + 3")
+def test_text_outside_the_task_is_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    """No byte is dropped: a byte-level BPE that lacks one loses it without a word."""
+    text = "What is 7 + 3?\n\t'é→日' \\boxed{1} <answer>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == len(text.encode()) - len("\\boxed") + 1
+    every_byte = "".join(map(chr, range(128)))
+    assert tokenizer.decode(tokenizer.encode(every_byte)) == every_byte
 
 
-def test_every_solution_is_in_the_vocabulary_and_fits() -> None:
+def test_task_text_uses_the_first_ids_and_fits() -> None:
     tokenizer, rng = build_tokenizer(), random.Random(0)
     noise = Noise(step=0.3, copy=0.3, direct=0.2, right_to_left=0.4, decimal=0.3)
-    longest = max(
-        len(tokenizer.encode(worked_solution((12, 12, 12, 12), rng, noise) + "<eos>")) for _ in range(500)
-    )
-    assert 33 <= longest <= MAX_NEW_TOKENS
+    texts = [prompt_text(make_problem((12,) * 4))]
+    texts += [worked_solution((12, 12, 12, 12), rng, noise) + "<eos>" for _ in range(500)]
+    encoded = [tokenizer.encode(text) for text in texts]
+    assert max(map(max, encoded)) < len(TASK_TOKENS) == 23
+    assert 33 <= max(map(len, encoded)) <= MAX_NEW_TOKENS
 
 
 def test_shipped_files_match_the_config() -> None:

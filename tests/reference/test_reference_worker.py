@@ -1,0 +1,121 @@
+"""The frozen reference against plain, unpacked forward passes; and its pool on a local Ray."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from akl_dist.contract.errors import UserError
+from akl_dist.contract.records import Prompt, RolloutArrays, RolloutGroup
+from akl_dist.reference.worker import ReferenceWorker
+
+VOCAB, TEMPERATURE = 24, 0.7
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(0, VOCAB, n) for n in (5, 2)]
+RESPONSES = [[RNG.integers(0, VOCAB, n).astype(np.int32) for n in sizes] for sizes in ((7, 1, 12), (3, 9))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, initializer_range=0.3,
+    )
+    path = tmp_path_factory.mktemp("reference")
+    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+def make_worker(folder, *, max_tokens=64, chunk=5, full=True):
+    return ReferenceWorker(
+        model_path=str(folder), dtype="float32", attention="sdpa", temperature=TEMPERATURE, num_threads=1,
+        max_tokens_per_batch=max_tokens, logprob_chunk_tokens=chunk, full_vocabulary=full, device="cpu")
+
+
+def plain_logprobs(model, prompt, responses) -> torch.Tensor:
+    rows = []
+    for response in responses:
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        rows.append(model(ids).logits[0, len(prompt) - 1 : -1].div(TEMPERATURE).log_softmax(-1))
+    return torch.cat(rows).detach()
+
+
+@pytest.mark.parametrize(("max_tokens", "chunk"), [(64, 1000), (64, 5), (17, 3)])
+def test_scores_equal_plain_forward_passes(folder, max_tokens, chunk):
+    worker = make_worker(folder, max_tokens=max_tokens, chunk=chunk)
+    for prompt, responses in zip(PROMPTS, RESPONSES, strict=True):
+        expected = plain_logprobs(worker.model, prompt, responses)
+        targets = torch.from_numpy(np.concatenate(responses).astype(np.int64))
+        logp = expected.gather(-1, targets[:, None])[:, 0]
+        mu = logp.numpy() + 0.5
+        scored = worker.score(prompt.tolist(), responses, mu)
+        np.testing.assert_allclose(scored.arrays.logp, logp, atol=1e-5)
+        np.testing.assert_allclose(scored.arrays.entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)
+        np.testing.assert_allclose(scored.arrays.logprobs, expected, atol=1e-5)
+        # mu/ref = e^0.5 on every token: k1 = 0.5 and k3 = e^-0.5 - 1 + 0.5 each.
+        sizes = np.array([len(response) for response in responses])
+        np.testing.assert_allclose(scored.kl_k1, 0.5 * sizes, rtol=1e-4)
+        np.testing.assert_allclose(scored.kl_k3, (np.exp(-0.5) - 0.5) * sizes, rtol=1e-4)
+
+
+def test_temperature_matters(folder):
+    """Negative control: log-probs at temperature 1 are far from the worker's."""
+    worker = make_worker(folder)
+    scored = worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))
+    worker.temperature = 1.0
+    other = worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))
+    assert np.abs(scored.arrays.logp - other.arrays.logp).max() > 0.1
+
+
+def test_frozen_and_without_the_vocabulary_unless_asked(folder):
+    worker = make_worker(folder, full=False)
+    scored = worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))
+    assert scored.arrays.logprobs is None
+    assert not worker.model.training and not any(p.requires_grad for p in worker.model.parameters())
+
+
+def test_refuses_what_cannot_be_scored(folder):
+    worker = make_worker(folder, max_tokens=10)
+    with pytest.raises(UserError, match="16 tokens"):
+        worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))
+    with pytest.raises(ValueError, match="expected"):
+        worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(3, np.float32))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_pool_deals_groups_and_keeps_their_order(folder, cluster):
+    from akl_dist.cluster.gather import fetch, gather, store
+    from akl_dist.reference.pool import ReferencePool, ReferenceSettings
+
+    settings = ReferenceSettings(
+        model_path=str(folder), dtype="float32", attention="sdpa", device="cpu", temperature=TEMPERATURE, num_threads=1,
+        max_tokens_per_batch=64, logprob_chunk_tokens=8, full_vocabulary=False, timeout_s=60.0)
+    pool = ReferencePool(run_id="test", settings=settings, actor_options=[{"num_cpus": 0.5}, {"num_cpus": 0.5}])
+    gather(pool.ready(), timeout_s=120.0, stage="reference", doing="starting")
+    groups = []
+    for index, (prompt, responses) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        flat = np.concatenate(responses)
+        groups.append(RolloutGroup(
+            Prompt(f"test/{index}", "test", "", tuple(prompt.tolist()), ""), tuple(len(r) for r in responses),
+            ("stop",) * len(responses), 0, "rollout/test/0", store(RolloutArrays(flat, np.zeros(len(flat), np.float32)))))
+    worker = make_worker(folder, full=False)
+    for group, record, responses in zip(groups, pool.score(groups), RESPONSES, strict=True):
+        assert record.prompt_id == group.prompt.prompt_id
+        expected = worker.score(group.prompt.token_ids, responses, np.zeros(group.num_tokens, np.float32))
+        arrays = fetch(record.arrays, timeout_s=10.0, stage="reference", what="scores")
+        np.testing.assert_allclose(arrays.logp, expected.arrays.logp, atol=1e-6)
+        assert record.kl_k1 == pytest.approx(expected.kl_k1, rel=1e-5)
+    assert set(pool.ping()) == {"reference/test/0", "reference/test/1"}
+    pool.close()
