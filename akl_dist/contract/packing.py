@@ -60,7 +60,7 @@ def pack_row(sequences: Sequence[tuple[Sequence[int] | np.ndarray, Sequence[int]
     start = 0
     for row, (prompt, response) in enumerate(sequences):
         if len(prompt) < 1 or len(response) < 1:
-            raise ValueError(f"sequence {row}: {len(prompt)} prompt and {len(response)} response tokens, expected at least 1 of each")
+            raise ValueError(f"sequence {row}: {len(prompt)} prompt and {len(response)} response tokens, expected 1 or more")
         width = row_tokens(len(prompt), len(response))
         ids.append(np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)])[:-1])
         positions.append(np.arange(width, dtype=np.int64))

@@ -69,7 +69,8 @@ def _check(folder: Path, names: list[str], shards: list[list[ParameterInfo]]) ->
 
     for name, shard in zip(names, shards, strict=True):
         with safe_open(folder / name, framework="pt") as reader:
-            found = {key: reader.get_tensor(key) for key in reader.keys()}
+            keys = list(reader.keys())
+            found = {key: reader.get_tensor(key) for key in keys}
         got = {key: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in found.items()}
         expected = {info.name: (info.shape, info.dtype) for info in shard}
         broken = [key for key, tensor in found.items() if not torch.isfinite(tensor).all()]

@@ -26,6 +26,11 @@ def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
+def shards(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's flat part of every parameter, tied ones under each of their names; views, not copies."""
+    return {name: getattr(p, "ds_tensor", p) for name, p in named_parameters(module).items()}
+
+
 def manifest(module: torch.nn.Module) -> list[ParameterInfo]:
     """What a full copy of ``module`` (the Hugging Face model, not its wrapper) consists of, in module order."""
     return [ParameterInfo(name, full_shape(p), str(p.dtype).removeprefix("torch."))

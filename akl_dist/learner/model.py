@@ -137,7 +137,7 @@ def build_sharded(folder: Path, *, dtype: torch.dtype, attention: str, ds_config
     with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_config):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
-    wrong = {name: p.ds_tensor.dtype for name, p in named_parameters(model).items() if p.ds_tensor.dtype != dtype}
+    wrong = {name: p.dtype for name, p in named_parameters(model).items() if p.dtype != dtype}
     assert not wrong, f"expected {dtype} weights, got {wrong}"
     _fill(model, folder, files)
     return model

@@ -50,8 +50,8 @@ class LearnerSettings:
 class LearnerActor:
     """One rank in a process of its own. The worker is made by :meth:`start`, so that its errors reach the driver as raised.
 
-    Every method but :meth:`rendezvous`, :meth:`ping` and :meth:`sync_manifest` is a collective: it waits for the other ranks, and the
-    limit on one collective unblocks it when one of them is gone.
+    Every method but :meth:`rendezvous`, :meth:`ping` and :meth:`sync_manifest` is a collective: it waits for the other ranks,
+    and the limit on one collective unblocks it when one of them is gone.
     """
 
     def __init__(self, settings: LearnerSettings, name: str, rank: int, world_size: int) -> None:
@@ -197,7 +197,8 @@ class LearnerPool:
             age = version - rollout.policy_version
             if not 0 <= age <= self._max_staleness:
                 raise StaleRollout(
-                    f"prompt {rollout.prompt.prompt_id}", got=f"sampled by policy version {rollout.policy_version} at version {version}",
+                    f"prompt {rollout.prompt.prompt_id}",
+                    got=f"sampled by policy version {rollout.policy_version} at version {version}",
                     expected=f"at most {self._max_staleness} versions behind, and none ahead", stage=STAGE, actor=rollout.engine,
                     remedy="Raise rollout.max_staleness, or check that every engine was synced.",
                 )

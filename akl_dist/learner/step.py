@@ -129,9 +129,7 @@ class _Terms:
         self.full = objective.kl.estimator == "full"
         if self.full and statistics.kl_forward is None:
             raise ValueError("objective.kl.estimator is 'full' but the samples carry no reference log-probs over the vocabulary")
-        self.fields = {
-            name: None if value is None else batch.grid(value) for name, value in statistics._asdict().items()
-        }
+        self.fields = {name: batch.grid(value) for name, value in statistics._asdict().items() if value is not None}
 
     def _anchor(self, batch: MicroBatch, old_logp: Tensor | None) -> Tensor:
         if self.objective.anchor == "rollout":
@@ -196,8 +194,9 @@ class _Terms:
             policy_norm2=sampled_norm2(policy_gradient, fields["score_norm2"]) * weights**2,
             answer_mask=self.answer, mask=mask,
         )
-        products = (fields["forward_norm2"], fields["reverse_norm2"], fields["forward_reverse_dot"])
-        if not self.full:
+        if self.full:
+            products = (fields["forward_norm2"], fields["reverse_norm2"], fields["forward_reverse_dot"])
+        else:
             products = sampled_direction_products(logp=logp, ref_logp=self.ref_logp, score_norm2=fields["score_norm2"], mask=mask)
         direction = direction_sums(forward_norm2=products[0], reverse_norm2=products[1], forward_reverse_dot=products[2],
                                    answer_mask=self.answer, mask=mask)

@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -95,12 +96,13 @@ class LearnerWorker:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         wrapper = PolicyModel(self.model, self.learner.logprob_chunk_tokens)
         set_z3_leaf_modules(wrapper, [HeadStatistics])
-        numels = [p.ds_numel for p in wrapper.parameters()]
+        numels = [math.prod(gathering.full_shape(p)) for p in wrapper.parameters()]
         # The reduction bucket is allocated whole: its default of 5e8 elements would cost a small model 2 GB.
         ds_config["zero_optimization"]["reduce_bucket_size"] = max(max(numels), min(sum(numels), 200_000_000))
+        first, second = self.learner.adam_betas
         optimizer = torch.optim.AdamW(
-            wrapper.parameters(), lr=self.learner.lr, betas=tuple(self.learner.adam_betas), weight_decay=self.learner.weight_decay)
-        self.engine = deepspeed.initialize(model=wrapper, optimizer=optimizer, config=ds_config)[0]
+            wrapper.parameters(), lr=self.learner.lr, betas=(first, second), weight_decay=self.learner.weight_decay)
+        self.engine: Any = deepspeed.initialize(model=wrapper, optimizer=optimizer, config=ds_config)[0]
         self.engine.train()
 
     def _ds_config(self) -> dict[str, Any]:
@@ -276,9 +278,9 @@ class LearnerWorker:
     def parameters_checksum(self) -> str:
         """SHA-256 over all ranks' shards: equal weights on equally many ranks give equal checksums."""
         digest = hashlib.sha256()
-        for name, parameter in gathering.named_parameters(self.model).items():
+        for name, shard in gathering.shards(self.model).items():
             digest.update(name.encode())
-            digest.update(parameter.ds_tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(shard.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         parts: list[str] = [""] * self.world_size
         torch.distributed.all_gather_object(parts, digest.hexdigest())
         return hashlib.sha256("".join(parts).encode()).hexdigest()

@@ -99,7 +99,9 @@ class ReferenceWorker:
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def _value_estimates(rollout_logp: np.ndarray, ref_logp: np.ndarray, sizes: list[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _value_estimates(
+    rollout_logp: np.ndarray, ref_logp: np.ndarray, sizes: list[int]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     mu, ref = torch.from_numpy(np.asarray(rollout_logp, np.float32)), torch.from_numpy(ref_logp)
     mask = torch.ones_like(mu, dtype=torch.bool)
     estimates = (kl_value_k1(logp=mu, ref_logp=ref, mask=mask), kl_value_k3(logp=mu, ref_logp=ref, mask=mask))

@@ -56,9 +56,7 @@ class RolloutEngine:
 
     def __init__(self, settings: EngineSettings, *, name: str = "engine") -> None:
         os.environ.update(
-            engine_environment(
-                device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager
-            )
+            engine_environment(device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager)
         )
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_gib, in whole GiB only
         self.name = name
@@ -88,14 +86,9 @@ class RolloutEngine:
             return []
         outputs = self._generate(
             [prompt.token_ids for prompt, _ in requests],
-            [
-                _sampling_params(sampling, request_seed(sampling.seed_key, prompt.prompt_id, index))
-                for prompt, index in requests
-            ],
+            [_sampling_params(sampling, request_seed(sampling.seed_key, prompt.prompt_id, index)) for prompt, index in requests],
         )
-        samples = [
-            self._response(output, prompt, sampling) for output, (prompt, _) in zip(outputs, requests, strict=True)
-        ]
+        samples = [self._response(output, prompt, sampling) for output, (prompt, _) in zip(outputs, requests, strict=True)]
         size = sampling.group_size
         return [_group(samples[start : start + size]) for start in range(0, len(samples), size)]
 
@@ -119,9 +112,7 @@ class RolloutEngine:
                     stage="weight_sync",
                     actor=self.name,
                 )
-        params = SamplingParams(
-            temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False, seed=0
-        )
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False, seed=0)
         outputs = self._generate(token_id_lists, [params] * len(token_id_lists))
         scores = []
         for output, ids in zip(outputs, token_id_lists, strict=True):
@@ -181,9 +172,7 @@ class RolloutEngine:
                 raise self._reply_error("echo of a prompt", got="other token ids", expected="those that were sent")
         return outputs
 
-    def _response(
-        self, output: RequestOutput, prompt: Prompt, sampling: Sampling
-    ) -> tuple[np.ndarray, np.ndarray, str]:
+    def _response(self, output: RequestOutput, prompt: Prompt, sampling: Sampling) -> tuple[np.ndarray, np.ndarray, str]:
         response = output.outputs[0]
         ids = np.asarray(response.token_ids, dtype=np.int32)
         scored_ids, logp = _flat(response.logprobs)
@@ -256,7 +245,10 @@ class RolloutEngine:
     def _session(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run one step of a weight update; whatever goes wrong inside leaves the engine unusable."""
         previous, self.state = self.state, EngineState.BROKEN
-        call(*arguments)
+        try:
+            call(*arguments)
+        except RuntimeError as error:  # how vLLM passes on an error of a worker process
+            raise self._broken(f"a failed weight update ({error})") from error
         self.state = previous
 
     # --- state ---------------------------------------------------------------------------------------------------
@@ -328,9 +320,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    assert (params.temperature, params.seed, params.top_k) == (sampling.temperature, seed, 0), (
-        "vLLM changed a sampling field"
-    )
+    assert (params.temperature, params.seed, params.top_k) == (sampling.temperature, seed, 0), "vLLM changed a sampling field"
     return params
 
 

@@ -65,9 +65,7 @@ def engine_environment(*, device: str, num_threads: int, enforce_eager: bool) ->
     }
     if device == "cpu":
         environment |= {
-            "TORCHDYNAMO_DISABLE": "1"
-            if enforce_eager
-            else "0",  # eager mode alone still compiles the sampler (half a minute)
+            "TORCHDYNAMO_DISABLE": "1" if enforce_eager else "0",  # eager mode alone still compiles the sampler (half a minute)
             "MKL_NUM_THREADS": str(num_threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": "0",
@@ -128,14 +126,10 @@ def _quieten() -> None:
     by_design = {
         "vllm.renderers.base": ("Chat template warmup failed", "for EOS token id because tokenizer"),  # ids in, ids out
         "vllm.v1.worker.cpu_worker": ("is not found in LD_PRELOAD", "after the thread binding"),
-        "vllm.model_executor.model_loader.reload.layerwise": (
-            "Failed to load weights",
-        ),  # the receiver checks each layer
+        "vllm.model_executor.model_loader.reload.layerwise": ("Failed to load weights",),  # the receiver checks each layer
     }
     for logger_name, texts in by_design.items():
-        logging.getLogger(logger_name).addFilter(
-            lambda record, texts=texts: not any(text in record.getMessage() for text in texts)
-        )
+        logging.getLogger(logger_name).addFilter(lambda record, texts=texts: not any(text in record.getMessage() for text in texts))
 
 
 def effective(config: VllmConfig, device: str) -> dict[str, object]:

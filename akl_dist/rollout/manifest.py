@@ -63,6 +63,4 @@ def _header(file: Path) -> Iterable[ParameterInfo]:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     for name, entry in header.items():
         if name != "__metadata__":
-            yield ParameterInfo(
-                name, tuple(entry["shape"]), SAFETENSORS_DTYPES.get(str(entry["dtype"]), str(entry["dtype"]))
-            )
+            yield ParameterInfo(name, tuple(entry["shape"]), SAFETENSORS_DTYPES.get(str(entry["dtype"]), str(entry["dtype"])))

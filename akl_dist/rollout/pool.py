@@ -145,8 +145,6 @@ class RolloutPool:
 def _with_environment(options: Mapping[str, Any], settings: EngineSettings) -> dict[str, Any]:
     """Thread settings are read when a process loads OpenMP, so they belong to the actor's runtime environment."""
     runtime_env = dict(options.get("runtime_env") or {})
-    needed = engine_environment(
-        device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager
-    )
+    needed = engine_environment(device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager)
     runtime_env["env_vars"] = {**needed, **(runtime_env.get("env_vars") or {})}
     return {**options, "runtime_env": runtime_env}

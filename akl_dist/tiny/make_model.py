@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from akl_dist.tiny.task import Noise, Problem, draw_operands, make_problem, problems, worked_solution
-from akl_dist.tiny.tokenizer import ASSISTANT, EOS, MAX_LENGTH, PAD, USER, build_tokenizer
+from akl_dist.tiny.tokenizer import ASSISTANT, EOS, EOS_ID, MAX_LENGTH, PAD_ID, USER, USER_ID, build_tokenizer
 
 MAX_NEW_TOKENS = 48
 IGNORED = -100  # torch's cross_entropy default for positions that carry no loss
@@ -64,7 +64,6 @@ BATCH_SIZE = 128
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
     """A freshly initialised float32 Qwen2 with untied embeddings, about 0.6M parameters."""
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in (("pad", PAD), ("eos", EOS), ("user", USER))}
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -76,15 +75,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=False,
         # Every prompt begins with the user marker, so it plays the part of a begin-of-sequence token.
-        bos_token_id=ids["user"],
-        eos_token_id=ids["eos"],
-        pad_token_id=ids["pad"],
+        bos_token_id=USER_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
         dtype="float32",
     )
     model = Qwen2ForCausalLM(config).float()
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS,
-        bos_token_id=ids["user"], eos_token_id=ids["eos"], pad_token_id=ids["pad"],
+        bos_token_id=USER_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID,
     )
     return model
 
@@ -105,7 +104,7 @@ def training_batch(
         response_ids = tokenizer.encode(worked_solution(problem.operands, rng, noise) + EOS)
         rows.append((prompt_ids + response_ids, len(prompt_ids)))
     longest = max(len(ids) for ids, _ in rows)
-    ids_BT = torch.full((size, longest), tokenizer.pad_token_id)
+    ids_BT = torch.full((size, longest), PAD_ID)
     labels_BT = torch.full((size, longest), IGNORED)
     for row, (ids, prompt_length) in enumerate(rows):
         ids_BT[row, : len(ids)] = torch.tensor(ids)
@@ -151,11 +150,11 @@ def generate(
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
     config = GenerationConfig(
         do_sample=sample, max_new_tokens=MAX_NEW_TOKENS,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=EOS_ID, pad_token_id=PAD_ID,
     )
     if sample:  # transformers' own default cuts the distribution to the 50 likeliest tokens
         config.temperature, config.top_p, config.top_k = 1.0, 1.0, 0
-    ids_BT = model.generate(
+    ids_BT = model.generate(  # pyright: ignore[reportAttributeAccessIssue] - the library's protocol is too narrow
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], generation_config=config
     )
     return ids_BT[:, batch["input_ids"].shape[1] :]

@@ -7,8 +7,7 @@ lacks silently; the task itself uses only the first 23 ids.
 """
 from __future__ import annotations
 
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import AddedToken, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
@@ -17,6 +16,7 @@ CHARACTERS = "0123456789+=;.{}"
 TASK_TOKENS = (PAD, EOS, USER, ASSISTANT, THINK, END_THINK, BOXED, *CHARACTERS)
 _OTHER_BYTES = tuple(symbol for symbol in bytes_to_unicode().values() if symbol not in CHARACTERS)
 TOKENS = TASK_TOKENS + _OTHER_BYTES
+PAD_ID, EOS_ID, USER_ID = (TOKENS.index(token) for token in (PAD, EOS, USER))
 MAX_LENGTH = 256
 
 CHAT_TEMPLATE = (
@@ -39,7 +39,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(TOKENS)},
         merges=[],
-        unk_token=None,
+        unk_token=None,  # pyright: ignore[reportArgumentType] - the default would add a 264th token
         eos_token=EOS,
         pad_token=PAD,
         additional_special_tokens=[USER, ASSISTANT],
@@ -47,6 +47,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in (THINK, END_THINK, BOXED)])
+    for token in (THINK, END_THINK, BOXED):
+        tokenizer.add_tokens(AddedToken(token, normalized=False, special=False))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -66,17 +66,8 @@ def main() -> None:
         warm_up()
     _send(replies, {"ready": os.getpid()})
     while (message := read_message(sys.stdin.buffer)) is not None:
-        try:
-            verdict = judge(**message)
-            reply = {
-                "status": verdict.status.value,
-                "extracted": verdict.extracted,
-                "span": verdict.span,
-                "reason": verdict.reason,
-            }
-        except Exception as error:  # noqa: BLE001 (the process boundary: a grader's failure becomes a typed verdict)
-            reason = f"{type(error).__name__}: {error}"[:500]
-            reply = {"status": "error", "extracted": None, "span": None, "reason": reason}
+        verdict = judge(**message)  # what it raises ends this process: the parent reports it as an error of this judgement
+        reply = {"status": verdict.status.value, "extracted": verdict.extracted, "span": verdict.span, "reason": verdict.reason}
         _send(replies, reply)
 
 

@@ -15,6 +15,8 @@ from akl_dist.verify.quantity import TooLarge
 MAX_GOLD = 4000  # characters
 MAX_ANSWER = 4000
 MAX_NESTING = 40
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+"""What sympy raises on expressions it cannot handle: the grader's failure, hence no verdict, never a wrong answer."""
 
 
 def judge(*, gold: str, response_text: str, truncated: bool, think_open: bool = False) -> Verdict:
@@ -60,6 +62,8 @@ def judge_answer(*, gold: str, answer: str) -> tuple[Status, str]:
         outcome = compare(right, given)
     except TooLarge as error:
         return Status.WRONG, f"not evaluated: {error}"
+    except FAILURES as error:
+        return Status.ERROR, f"{type(error).__name__}: {error}"[:300]
     if outcome is Outcome.EQUAL:
         return Status.OK, ""
     if outcome is Outcome.UNPARSED:

@@ -77,9 +77,7 @@ class BucketReceiver(WeightTransferEngine[SessionInfo, BucketInfo]):
         load_weights = cast(Callable[..., object], self.model.load_weights)
         for name, (dtype, array) in update_info.bucket.items():
             if name not in self.expected:
-                raise _error(
-                    f"parameter {name}", got="a name that was not announced", expected="a name of the manifest"
-                )
+                raise _error(f"parameter {name}", got="a name that was not announced", expected="a name of the manifest")
             if name in self.received:
                 raise _error(f"parameter {name}", got="a second delivery", expected="one per session")
             if tuple(array.shape) != self.expected[name]:
@@ -96,9 +94,7 @@ class BucketReceiver(WeightTransferEngine[SessionInfo, BucketInfo]):
         """
         missing = sorted(set(self.expected) - self.received)
         if missing:
-            raise _error(
-                "weight update", got=f"no {', '.join(missing[:8])}", expected=f"{len(self.expected)} parameters"
-            )
+            raise _error("weight update", got=f"no {', '.join(missing[:8])}", expected=f"{len(self.expected)} parameters")
         self.check_coverage()
         finalize_layerwise_reload(self.model, self.model_config)
 
@@ -126,8 +122,9 @@ def _is_partial(layer: torch.nn.Module) -> bool:
         return False  # loaded and processed, or an attention layer, whose cache scales no checkpoint has
     parameters = [parameter for parameter in layer._parameters.values() if parameter is not None]
     needed = sum(get_tensor_load_numel(parameter) for parameter in parameters)
-    if isinstance(layer, VocabParallelEmbedding):  # rows that pad the vocabulary are never loaded
-        return info.load_numel == 0
+    if isinstance(layer, VocabParallelEmbedding):  # rows that pad the vocabulary, maybe all of a worker's, are not loaded
+        rows = layer.shard_indices
+        needed = needed * rows.num_org_elements // rows.num_elements_padded
     return info.load_numel < needed
 
 
@@ -137,8 +134,7 @@ def _error(subject: str, *, got: str, expected: str) -> WeightSyncError:
         got=got,
         expected=expected,
         stage="weight_sync",
-        remedy="Restart the engine: its weights are incomplete. A learner and an engine of the same "
-        "checkpoint never meet this.",
+        remedy="Restart the engine: its weights are incomplete. A learner and an engine of the same checkpoint never meet this.",
     )
 
 

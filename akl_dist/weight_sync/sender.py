@@ -34,9 +34,7 @@ def manifest(module: nn.Module, *, prefix_to_strip: str, tied: bool) -> list[Par
     return [ParameterInfo(name, full_shape(p), str(p.dtype).removeprefix("torch.")) for name, p in parameters.items()]
 
 
-def gather_bucket(
-    module: nn.Module, names: Sequence[str], *, prefix_to_strip: str, tied: bool, rank: int
-) -> Bucket | None:
+def gather_bucket(module: nn.Module, names: Sequence[str], *, prefix_to_strip: str, tied: bool, rank: int) -> Bucket | None:
     """Full values of the named parameters, on rank 0; None on the others.
 
     Collective: every rank calls it with the same names, and none may be inside a forward or backward pass. Only these

@@ -72,7 +72,7 @@ def plans_for(samples, *, rank: int, world_size: int, max_tokens: int = 64, upda
     return [plan.for_rank(rank) for plan in plans]
 
 
-def make_worker(folder: Path, rank: int, world_size: int, port: int, *, model: str = "model"):
+def make_worker(folder: Path, rank: int, world_size: int, port: int, *, model: str = "model", gradient_checkpointing=False):
     from akl_dist.learner.worker import LearnerWorker, listen
 
     store = None
@@ -83,7 +83,8 @@ def make_worker(folder: Path, rank: int, world_size: int, port: int, *, model: s
         (folder / "port.tmp").rename(folder / "port")
     return LearnerWorker(
         model_path=str(folder / model), dtype="float32", attention="sdpa", rank=rank, world_size=world_size,
-        master_addr="127.0.0.1", master_port=port, device="cpu", num_threads=1, learner=LEARNER, objective=OBJECTIVE, seed=0,
+        master_addr="127.0.0.1", master_port=port, device="cpu", num_threads=1,
+        learner=dataclasses.replace(LEARNER, gradient_checkpointing=gradient_checkpointing), objective=OBJECTIVE, seed=0,
         temperature=TEMPERATURE, timeout_s=60.0, failures=folder / "failures", store=store,
     )
 
@@ -255,7 +256,8 @@ def main() -> None:
     while rank and not (folder / "model").exists():
         time.sleep(0.1)
     model = "tied" if scenario == "tied" else "model"
-    worker = make_worker(folder, rank, world_size, port, model=model)
+    checkpointing = scenario == "gradients"  # so that the comparison with plain torch covers it too
+    worker = make_worker(folder, rank, world_size, port, model=model, gradient_checkpointing=checkpointing)
     started = time.monotonic()
     result = globals()[f"scenario_{scenario}"](worker, folder)
     print(json.dumps({"scenario_s": round(time.monotonic() - started, 2)}))

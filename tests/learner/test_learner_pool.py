@@ -26,6 +26,8 @@ from akl_dist.contract.records import (
 )
 from akl_dist.learner.pool import LearnerPool, LearnerSettings
 
+pytestmark = pytest.mark.stack
+
 
 def training_groups(samples, *, policy_version=0) -> list[TrainingGroup]:
     """The samples as records whose arrays lie in the object store."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+pytestmark = pytest.mark.stack
 TOLERANCE = 5e-6  # float32 sums in another order; the gradients' largest entry is about 0.7
 
 

@@ -95,6 +95,7 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.mark.stack
 def test_pool_deals_groups_and_keeps_their_order(folder, cluster):
     from akl_dist.cluster.gather import fetch, gather, store
     from akl_dist.reference.pool import ReferencePool, ReferenceSettings

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from akl_dist.contract.records import Prompt, Sampling
+from akl_dist.contract.records import ParameterInfo, Prompt, Sampling
 
 VOCABULARY = 24
 END = 1
@@ -19,9 +19,18 @@ def save_model(folder: Path, *, tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
     """A Qwen2 of 0.6M parameters with spread-out logits, saved as safetensors; also returned, in eval mode."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=384, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.15,
-        eos_token_id=END, bos_token_id=None, pad_token_id=0,
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.15,
+        eos_token_id=END,
+        bos_token_id=None,
+        pad_token_id=0,
     )
     model = Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
@@ -46,6 +55,26 @@ def reference_logp(model: Qwen2ForCausalLM, ids: Sequence[int], *, temperature: 
     with torch.no_grad():
         logits = model(torch.tensor([list(ids)])).logits[0, :-1].float()
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(list(ids)[1:])[:, None])[:, 0].numpy()
+
+
+def manifest_of(model: Qwen2ForCausalLM) -> list[ParameterInfo]:
+    """As a learner lists it: every parameter under every name it has, a tied head included."""
+    return [
+        ParameterInfo(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+
+
+def bucket_of(model: Qwen2ForCausalLM, names: Sequence[str]) -> dict[str, tuple[str, np.ndarray]]:
+    """As a learner sends it: (dtype name, values), bfloat16 as its bits."""
+    table = dict(model.named_parameters(remove_duplicate=False))
+    values = {name: table[name].detach().clone() for name in names}
+    return {
+        name: ("bfloat16", v.view(torch.int16).numpy().view(np.uint16))
+        if v.dtype is torch.bfloat16
+        else (str(v.dtype).removeprefix("torch."), v.numpy())
+        for name, v in values.items()
+    }
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -22,9 +22,7 @@ def made(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("untied")
     model = save_model(folder, tied=False)
-    settings = EngineSettings(
-        model_path=str(folder), dtype="float32", max_model_len=32, kv_cache_gib=0.05, max_num_seqs=64
-    )
+    settings = EngineSettings(model_path=str(folder), dtype="float32", max_model_len=32, kv_cache_gib=0.05, max_num_seqs=64)
     engine = RolloutEngine(settings, name="rollout/test/0")
     yield engine, model, settings
     engine.close()
@@ -89,7 +87,9 @@ def test_end_ids_are_the_ones_sent(made):
     groups = made[0].sample(prompts(16), sampling(temperature=1.0, end_ids=(7, 9)))
     ids = np.concatenate([group.arrays.token_ids for group in groups])
     assert END in ids, "the checkpoint's own end token ends nothing unless it is sent"
-    lasts = {int(row[-1]) for group in groups for row, why in zip(rows(group)[0], group.finish_reasons, strict=True) if why == "stop"}
+    lasts = {
+        int(row[-1]) for group in groups for row, why in zip(rows(group)[0], group.finish_reasons, strict=True) if why == "stop"
+    }
     assert lasts == {7, 9}
 
 
@@ -160,7 +160,7 @@ def test_environment_binds_no_threads_and_does_not_spin():
 
 
 def test_manifest_is_the_checkpoints(made):
-    engine, model, settings = made
+    engine, model, _ = made
     state = model.state_dict()
     listed = {parameter.name: (parameter.shape, parameter.dtype) for parameter in engine.parameter_manifest()}
     assert listed == {name: (tuple(value.shape), "float32") for name, value in state.items()}
@@ -172,9 +172,7 @@ def test_manifest_is_the_checkpoints(made):
 
 
 def test_update_session(made):
-    from engine_models import perturb, prompts, reference_logp, sampling
-
-    from akl_dist.weight_sync.sender import gather_bucket
+    from engine_models import bucket_of, perturb, prompts, reference_logp, sampling
 
     engine, model, _ = made
     manifest = engine.parameter_manifest()
@@ -189,7 +187,7 @@ def test_update_session(made):
         engine.prompt_logprobs([[2, 3]])
     for start in range(0, len(manifest), 5):  # fused weights arrive in different buckets
         names = [parameter.name for parameter in manifest[start : start + 5]]
-        engine.load_bucket(gather_bucket(model, names, prefix_to_strip="", tied=False, rank=0))
+        engine.load_bucket(bucket_of(model, names))
     engine.finish_update()
     with pytest.raises(WeightSyncError, match="state 'loaded'"):
         engine.sample(prompts(1), sampling(temperature=1.0))  # nobody has verified it
@@ -207,15 +205,13 @@ def test_update_session(made):
 
 
 def test_prefix_cache_that_cannot_be_dropped_ends_the_engine(made, monkeypatch):
-    from engine_models import prompts, sampling
-
-    from akl_dist.weight_sync.sender import gather_bucket
+    from engine_models import bucket_of, prompts, sampling
 
     engine, model, _ = made
     manifest = engine.parameter_manifest()
     engine.begin_update(manifest)
     names = [parameter.name for parameter in manifest]
-    engine.load_bucket(gather_bucket(model, names, prefix_to_strip="", tied=False, rank=0))
+    engine.load_bucket(bucket_of(model, names))
     monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
     with pytest.raises(WeightSyncError, match="prefix cache"):
         engine.finish_update()
@@ -225,15 +221,13 @@ def test_prefix_cache_that_cannot_be_dropped_ends_the_engine(made, monkeypatch):
 
 
 def test_partial_session_ends_the_engine(made):
-    from engine_models import prompts, sampling
-
-    from akl_dist.weight_sync.sender import gather_bucket
+    from engine_models import bucket_of, prompts, sampling
 
     engine, model, _ = made
     manifest = engine.parameter_manifest()
     engine.begin_update(manifest)
     names = [parameter.name for parameter in manifest[:-1]]
-    engine.load_bucket(gather_bucket(model, names, prefix_to_strip="", tied=False, rank=0))
+    engine.load_bucket(bucket_of(model, names))
     with pytest.raises(WeightSyncError, match=f"no {manifest[-1].name}"):
         engine.finish_update()
     for call in (

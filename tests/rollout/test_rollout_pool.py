@@ -27,7 +27,9 @@ class StandInEngine:
     """Two responses per prompt: (prompt id, 1) and (prompt id, prompt id, 1). Prompt ids 66, 67 and 68 fail in their ways."""
 
     policy_version = 5
-    effective = {"dtype": "float32"}
+
+    def __init__(self):
+        self.effective = {"dtype": "float32"}
 
     def sample(self, prompts, sampling):
         for prompt in prompts:
@@ -39,8 +41,9 @@ class StandInEngine:
                 time.sleep(30)
         return [
             SampledGroup(
-                RolloutArrays(np.array([p.token_ids[0], 1, p.token_ids[0], p.token_ids[0], 1], np.int32),
-                              np.full(5, -0.5, np.float32)),
+                RolloutArrays(
+                    np.array([p.token_ids[0], 1, p.token_ids[0], p.token_ids[0], 1], np.int32), np.full(5, -0.5, np.float32)
+                ),
                 (2, 3),
                 ("stop", "stop"),
             )

@@ -106,9 +106,7 @@ def test_end_ids_of_single_sources(tmp_path, files, expected):
 
 
 def test_template_file_goes_over_the_config(tmp_path):
-    root = folder(
-        tmp_path, tokenizer=TOKENIZER, tokenizer_config={"eos_token": "<eos>", "chat_template": CHATML}
-    )
+    root = folder(tmp_path, tokenizer=TOKENIZER, tokenizer_config={"eos_token": "<eos>", "chat_template": CHATML})
     (root / "chat_template.jinja").write_text("{{ m }}<|eot_id|>", encoding="utf-8")
     assert end_ids(root) == (1, 6)
 

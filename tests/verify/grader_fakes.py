@@ -17,7 +17,8 @@ def judge(*, gold: str, response_text: str, truncated: bool, think_open: bool = 
         while True:
             time.sleep(0.01)
     if command == "spawn-and-hang":
-        subprocess.Popen([sys.executable, "-c", f"open({argument!r}, 'w').write(str(__import__('os').getpid())); __import__('time').sleep(300)"])
+        child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(300)"
+        subprocess.Popen([sys.executable, "-c", child, argument])
         while True:
             time.sleep(0.01)
     if command == "sleep":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from verify_examples import group_of, reference_of, tiny_tokenizer
@@ -11,6 +12,7 @@ from akl_dist.contract.errors import ModelError, VerifierFault
 from akl_dist.contract.records import JudgedGroup, Status, Verdict
 from akl_dist.verify.pool import VerifyPool, VerifySettings, check_faults
 
+ROOT = str(Path(__file__).resolve().parents[2])
 RIGHT = "<think>7+3=10;10+6=16</think>\\boxed{16}<eos>"
 WRONG = "<think></think>\\boxed{15}<eos>"
 
@@ -34,7 +36,7 @@ def test_two_supervisors(local_ray, tmp_path):
 
     tokenizer = tiny_tokenizer(tmp_path)
     settings = VerifySettings(str(tmp_path), (tokenizer.token_to_id("<eos>"),), VerifyConfig(num_workers=2), RolesConfig())
-    environment = {"env_vars": {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}}
+    environment = {"env_vars": {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}}
     pool = VerifyPool(run_id="test", settings=settings, actor_options=[{"num_cpus": 0.5, "runtime_env": environment}] * 2)
     started = gather(pool.ready(), timeout_s=120, stage="verify", doing="starting")
     assert list(started) == ["verify/test/0", "verify/test/1"]
@@ -53,7 +55,8 @@ def test_two_supervisors(local_ray, tmp_path):
     assert [g.answer_tokens for g in labelled] == [(6, 6)] * 5  # equal entropies: position and entropy agree on box and end
     mask = fetch(labelled[4].roles, timeout_s=10, stage="verify", what="roles").answer_mask
     assert mask.sum() == 12 and len(mask) == groups[4].num_tokens
-    assert pool.metrics()["verify/grader_judged"] == 10
+    counted = {name.removeprefix("verify/grader_"): count for name, count in pool.metrics().items()}
+    assert counted == {"judged": 10, "timeouts": 0, "crashes": 0, "kills": 0, "recycled": 0, "started": 2}
     bad = group_of(tokenizer, [RIGHT, WRONG], gold="", prompt_id="tiny/bad")
     with pytest.raises(VerifierFault, match="invalid_gold"):
         pool.collect(pool.submit([bad]))
@@ -71,7 +74,7 @@ def test_errors_of_the_start_reach_the_driver(local_ray, tmp_path):
     from akl_dist.cluster.gather import gather
 
     settings = VerifySettings(str(tmp_path), (1,), VerifyConfig(), RolesConfig())
-    environment = {"env_vars": {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}}
+    environment = {"env_vars": {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}}
     pool = VerifyPool(run_id="broken", settings=settings, actor_options=[{"num_cpus": 0.5, "runtime_env": environment}])
     with pytest.raises(ModelError, match="tokenizer"):
         gather(pool.ready(), timeout_s=120, stage="verify", doing="starting")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_buckets_keep_order_and_bound(sizes, bucket_bytes):
     assert [p for bucket in buckets for p in bucket] == parameters
     for bucket in buckets:
         assert sum(map(parameter_bytes, bucket)) <= bucket_bytes or len(bucket) == 1
-    for left, right in zip(buckets, buckets[1:], strict=False):  # no bucket could have taken the next parameter
+    for left, right in itertools.pairwise(buckets):  # no bucket could have taken the next parameter
         assert sum(map(parameter_bytes, left)) + parameter_bytes(right[0]) > bucket_bytes
 
 

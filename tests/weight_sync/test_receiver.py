@@ -17,7 +17,6 @@ from akl_dist.contract.records import ParameterInfo  # noqa: E402
 from akl_dist.rollout.engine import EngineState, RolloutEngine  # noqa: E402
 from akl_dist.rollout.launch import EngineSettings  # noqa: E402
 from akl_dist.weight_sync.plan import check_gap, check_manifest, gap_statistics, plan_buckets  # noqa: E402
-from akl_dist.weight_sync.sender import gather_bucket, manifest  # noqa: E402
 
 PROBE = [[2, 5, 9, 10, 4, 17], [3, 9, 9, 4, 17, 20, 8]]
 
@@ -59,11 +58,13 @@ def restore(tied):
 
 
 def send(engine, model, *, skip=(), bucket_bytes=100_000) -> int:
-    parameters = [p for p in manifest(model, prefix_to_strip="", tied=True) if p.name not in skip]
+    from engine_models import bucket_of, manifest_of
+
+    parameters = [p for p in manifest_of(model) if p.name not in skip]
     buckets = plan_buckets(parameters, bucket_bytes)
     engine.begin_update(parameters)
     for bucket in buckets:
-        engine.load_bucket(gather_bucket(model, [p.name for p in bucket], prefix_to_strip="", tied=True, rank=0))
+        engine.load_bucket(bucket_of(model, [p.name for p in bucket]))
     engine.finish_update()
     return len(buckets)
 
@@ -75,13 +76,13 @@ def gap(engine, model):
 
 
 def test_tied_model_takes_new_weights_in_several_buckets(tied, restore):
-    from engine_models import perturb
+    from engine_models import manifest_of, perturb
 
     engine, model = tied
     assert [p for p in engine.parameter_manifest() if p.name == "lm_head.weight"] == [
         ParameterInfo("lm_head.weight", (24, 128), "float32")
     ]
-    check_manifest(manifest(model, prefix_to_strip="", tied=True), engine.parameter_manifest(), engine="e")
+    check_manifest(manifest_of(model), engine.parameter_manifest(), engine="e")
     assert gap(engine, model).max < 1e-4
     perturb(model, seed=2)
     assert gap(engine, model).max > 0.1, "the weights moved far enough for a stale engine to be seen"
@@ -90,8 +91,10 @@ def test_tied_model_takes_new_weights_in_several_buckets(tied, restore):
 
 
 def test_tied_head_that_is_not_sent_is_caught_before_and_during(tied, restore):
+    from engine_models import manifest_of
+
     engine, model = tied
-    sent = [p for p in manifest(model, prefix_to_strip="", tied=True) if p.name != "lm_head.weight"]
+    sent = [p for p in manifest_of(model) if p.name != "lm_head.weight"]
     with pytest.raises(WeightSyncError, match=r"missing lm_head\.weight"):
         check_manifest(sent, engine.parameter_manifest(), engine="e")
     with pytest.raises(WeightSyncError, match="without all of their weights: lm_head"):
@@ -110,8 +113,22 @@ def test_tied_head_that_is_not_sent_would_be_stale(tied, restore, monkeypatch):
     send(engine, model, skip=("lm_head.weight",))
     found = gap(engine, model)
     assert 0.1 < found.max < math.inf
-    with pytest.raises(WeightSyncError, match="at most 0.001"):
+    with pytest.raises(WeightSyncError, match=r"at most 0\.001"):
         check_gap(found, mean_bound=1e-3, max_bound=1e-3, engine="e")
+
+
+def test_a_reload_per_bucket_would_corrupt(tied, restore):
+    """Why there is one reload around all buckets: a reload per bucket finalises fused weights that are partly there."""
+    from engine_models import perturb
+
+    engine, model = tied
+    perturb(model, seed=4)
+    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    state = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.detach()}
+    for name, value in state.items():
+        runner.reload_weights(weights_iterator=iter([(name, value)]))
+    engine._llm.reset_prefix_cache()
+    assert gap(engine, model).max > 0.1
 
 
 def test_nan_weights_fail_the_probe(tied, restore):
@@ -141,18 +158,22 @@ def test_nan_weights_fail_the_probe(tied, restore):
     ],
 )
 def test_what_a_session_refuses(tied, restore, change, message):
+    from engine_models import bucket_of, manifest_of
+
     engine, model = tied
-    engine.begin_update(manifest(model, prefix_to_strip="", tied=True))
-    bucket = gather_bucket(model, ["model.norm.weight"], prefix_to_strip="", tied=True, rank=0)
+    engine.begin_update(manifest_of(model))
+    bucket = bucket_of(model, ["model.norm.weight"])
     with pytest.raises(WeightSyncError, match=message):
         engine.load_bucket(change(bucket))
     assert engine.state is EngineState.BROKEN
 
 
 def test_second_delivery_is_refused(tied, restore):
+    from engine_models import bucket_of, manifest_of
+
     engine, model = tied
-    engine.begin_update(manifest(model, prefix_to_strip="", tied=True))
-    bucket = gather_bucket(model, ["model.norm.weight"], prefix_to_strip="", tied=True, rank=0)
+    engine.begin_update(manifest_of(model))
+    bucket = bucket_of(model, ["model.norm.weight"])
     engine.load_bucket(bucket)
     with pytest.raises(WeightSyncError, match="second delivery"):
         engine.load_bucket(bucket)
@@ -160,7 +181,7 @@ def test_second_delivery_is_refused(tied, restore):
 
 def test_bfloat16_engine_takes_bfloat16_and_float32(tmp_path):
     import torch
-    from engine_models import perturb, reference_logp, save_model
+    from engine_models import bucket_of, manifest_of, perturb, reference_logp, save_model
 
     model = save_model(tmp_path, tied=False)
     engine = make(tmp_path, dtype="bfloat16")
@@ -168,10 +189,10 @@ def test_bfloat16_engine_takes_bfloat16_and_float32(tmp_path):
         for dtype in (torch.bfloat16, torch.float32):
             perturb(model, seed=5)
             model.to(dtype)
-            parameters = manifest(model, prefix_to_strip="", tied=False)
+            parameters = manifest_of(model)
             engine.begin_update(parameters)
             names = [p.name for p in parameters]
-            engine.load_bucket(gather_bucket(model, names, prefix_to_strip="", tied=False, rank=0))
+            engine.load_bucket(bucket_of(model, names))
             engine.finish_update()
             learner = [reference_logp(model.to(torch.bfloat16).float(), ids) for ids in PROBE]
             found = gap_statistics(learner, engine.prompt_logprobs(PROBE))
@@ -179,3 +200,29 @@ def test_bfloat16_engine_takes_bfloat16_and_float32(tmp_path):
             engine.confirm_update(engine.policy_version + 1)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("rows_of_worker", "loaded", "partial"),
+    [(24, 24 * 3, False), (24, 23 * 3, True), (24, 0, True), (0, 0, False)],
+)
+def test_padding_rows_of_a_vocabulary_are_not_missed(rows_of_worker, loaded, partial):
+    """Of 32 padded rows of 3, a tensor-parallel worker owns 24 real ones, or none at all."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    from akl_dist.weight_sync.receiver import _is_partial
+
+    class Shard(VocabParallelEmbedding):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.weight = torch.nn.Parameter(torch.zeros(32, 3))
+            self.shard_indices = SimpleNamespace(num_org_elements=rows_of_worker, num_elements_padded=32)
+
+    layer = Shard()
+    info = get_layerwise_info(layer)
+    info.load_numel, info.load_numel_total = loaded, 96
+    assert _is_partial(layer) is partial

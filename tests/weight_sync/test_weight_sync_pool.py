@@ -1,6 +1,6 @@
 """Covers the transaction on a real Ray cluster: order, overlap and failures with stand-ins, then one real vLLM engine.
 
-Not covered: more than one node, CUDA, gathers under ZeRO-3 (test_sender).
+Not covered: more than one node, CUDA, gathers under ZeRO-3.
 """
 
 from __future__ import annotations
@@ -88,8 +88,12 @@ class StandInEngine:
 
 PROBE = [
     RolloutGroup(
-        prompt=Prompt("p/1", "p", "", (5, 6), ""), response_lengths=(2, 1), finish_reasons=("stop", "stop"),
-        policy_version=0, engine="e", arrays=RolloutArrays(np.array([7, 1, 1], np.int32), np.zeros(3, np.float32)),
+        prompt=Prompt("p/1", "p", "", (5, 6), ""),
+        response_lengths=(2, 1),
+        finish_reasons=("stop", "stop"),
+        policy_version=0,
+        engine="e",
+        arrays=RolloutArrays(np.array([7, 1, 1], np.int32), np.zeros(3, np.float32)),
     )
 ]
 
@@ -101,12 +105,14 @@ def make(local_ray):
 
     def build(*faults, ranks=2, bucket_bytes=32, timeout_s=60.0):
         learner = {f"learner/x/{r}": local_ray.remote(StandInRank).options(num_cpus=0).remote(r) for r in range(ranks)}
-        engines = {f"rollout/x/{i}": local_ray.remote(StandInEngine).options(num_cpus=0).remote(fault)
-                   for i, fault in enumerate(faults)}
+        engines = {
+            f"rollout/x/{i}": local_ray.remote(StandInEngine).options(num_cpus=0).remote(fault) for i, fault in enumerate(faults)
+        }
         actors.extend([*learner.values(), *engines.values()])
         gather({name: e.history.remote() for name, e in engines.items()}, timeout_s=60, stage="test", doing="starting")
-        pool = WeightSyncPool(learner_ranks=learner, engines=engines, bucket_bytes=bucket_bytes, mean_gap=1e-3,
-                              max_gap=1e-3, timeout_s=timeout_s)
+        pool = WeightSyncPool(
+            learner_ranks=learner, engines=engines, bucket_bytes=bucket_bytes, mean_gap=1e-3, max_gap=1e-3, timeout_s=timeout_s
+        )
         return pool, learner, engines
 
     yield build
@@ -165,7 +171,7 @@ def test_dead_and_hanging_engines_are_named(make):
     with pytest.raises(ActorDied, match="rollout/x/1"):
         pool.sync(1, PROBE)
     pool, *_ = make("hangs", "", timeout_s=3.0)
-    with pytest.raises(DeadlineExceeded, match="rollout/x/0.*loading bucket 1 of 4"):
+    with pytest.raises(DeadlineExceeded, match=r"rollout/x/0.*loading bucket 1 of 4"):
         pool.sync(1, PROBE)
 
 
@@ -181,15 +187,17 @@ class ModelRank:
         self.rank, self.model = rank, Qwen2ForCausalLM.from_pretrained(folder).eval()
 
     def sync_manifest(self):
-        from akl_dist.weight_sync.sender import manifest
 
-        return manifest(self.model, prefix_to_strip="", tied=True)
+        from engine_models import manifest_of
+
+        return manifest_of(self.model)
 
     def gather_bucket(self, names):
-        from akl_dist.weight_sync.sender import gather_bucket
 
-        bucket = gather_bucket(self.model, names, prefix_to_strip="", tied=True, rank=self.rank)
-        return None if bucket is None else [store(bucket)]
+        from engine_models import bucket_of
+
+        bucket = bucket_of(self.model, names)
+        return [store(bucket)] if self.rank == 0 else None
 
     def probe_logprobs(self, token_ids):
         from engine_models import reference_logp
@@ -223,8 +231,9 @@ def test_real_engine(local_ray, tmp_path, monkeypatch):
     learner = {f"learner/real/{r}": local_ray.remote(ModelRank).options(**options).remote(r, str(tmp_path)) for r in range(1)}
     try:
         gather(rollout.ready(), timeout_s=240, stage="rollout", doing="starting")
-        sync = WeightSyncPool(learner_ranks=learner, engines=rollout.engines, bucket_bytes=200_000, mean_gap=1e-4,
-                              max_gap=1e-4, timeout_s=120.0)
+        sync = WeightSyncPool(
+            learner_ranks=learner, engines=rollout.engines, bucket_bytes=200_000, mean_gap=1e-4, max_gap=1e-4, timeout_s=120.0
+        )
         prompts, sampling = engine_models.prompts(6), engine_models.sampling(temperature=1.0)
         first = sync.sync(1, prompt_probe(prompts, policy_version=0))
         groups = rollout.sample(prompts, sampling)
