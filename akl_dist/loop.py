@@ -28,7 +28,7 @@ from akl_dist.training_batch import training_groups
 class PromptTaker(Protocol):
     """Where prompts come from; its position is part of a checkpoint."""
 
-    def take(self, count: int) -> list[Prompt]: ...
+    def take(self, n: int) -> list[Prompt]: ...
 
     def state(self) -> dict[str, Any]: ...
 
@@ -124,7 +124,7 @@ def one_step(run: Run, progress: Progress) -> tuple[Progress, dict[str, float], 
         report = stages.weight_sync.sync(progress.policy_version + 1, rollouts[:config.weight_sync.probe_sequences])
     metrics: dict[str, float] = {"policy_version": report.policy_version}
     metrics |= rollout_metrics(rollouts, seconds=spans.seconds["rollout"]) | verify_metrics(judged)
-    metrics |= roles_metrics(labelled) | objective_metrics(groups) | update.metrics
+    metrics |= roles_metrics(labelled) | objective_metrics(groups) | dict(update.metrics)
     metrics |= {"weight_sync/seconds": report.seconds, "weight_sync/bytes": report.bytes,
                 "weight_sync/logprob_gap": report.gap_mean, "weight_sync/logprob_gap_p99": report.gap_p99,
                 "weight_sync/logprob_gap_max": report.gap_max}

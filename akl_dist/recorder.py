@@ -9,6 +9,7 @@ from akl_dist.bookkeeping.console import Console
 from akl_dist.bookkeeping.journal import Journal
 from akl_dist.contract.records import TrainingGroup
 from akl_dist.loop import Progress
+from akl_dist.verify.roles import likelihood_ratios
 
 QUIET_KL_ACTIVITY, QUIET_KL_STEPS = 0.01, 20
 MAX_ANSWER_FRACTION = 0.3
@@ -70,8 +71,9 @@ class Alarms:
             self._report_votes(metrics)
 
     def _report_votes(self, metrics: dict[str, float]) -> None:
-        ratios = likelihood_ratios([metrics[f"roles/votes_{i:03b}"] for i in range(8)])
-        words = ", ".join(f"{name} {'undefined' if ratio is None else format(ratio, '.1f')}" for name, ratio in ratios.items())
+        ratios = likelihood_ratios([int(metrics[f"roles/votes_{i:03b}"]) for i in range(8)])
+        words = ", ".join(f"{name} {'never on reasoning' if ratio is None else format(ratio, '.1f')}"
+                          for name, ratio in ratios.items())
         self._say(f"role votes, P(vote | answer) / P(vote | reasoning): {words}")
         for name, ratio in ratios.items():
             if ratio is not None and ratio < MIN_LIKELIHOOD_RATIO:
@@ -82,20 +84,3 @@ class Alarms:
         if key not in self._given:
             self._given.add(key)
             self._say(f"warning: {message}")
-
-
-def likelihood_ratios(votes: Sequence[float]) -> dict[str, float | None]:
-    """P(vote | majority answer) / P(vote | majority reasoning) of each signal from the eight vote counts.
-
-    ``votes[i]`` counts tokens whose (position, entropy, verifier) votes are the bits of i, position highest. None where a
-    side has no tokens; infinite ratios are None as well.
-    """
-    answer = [i for i in range(8) if i.bit_count() >= 2]
-    reasoning = [i for i in range(8) if i.bit_count() < 2]
-    totals = [sum(votes[i] for i in side) for side in (answer, reasoning)]
-    out: dict[str, float | None] = {}
-    for name, bit in (("position", 4), ("entropy", 2), ("verifier", 1)):
-        hits = [sum(votes[i] for i in side if i & bit) for side in (answer, reasoning)]
-        defined = all(totals) and hits[1] > 0
-        out[name] = (hits[0] / totals[0]) / (hits[1] / totals[1]) if defined else None
-    return out

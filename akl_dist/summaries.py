@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup, Status, TrainingGroup
 
@@ -95,7 +96,7 @@ class Evaluation:
             f"{prefix}kl_per_token": self.kl_per_token,
         }
 
-    def to_dict(self) -> dict[str, float | int | str]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod

@@ -42,7 +42,7 @@ class Scribe:
 
     def __init__(self, *, run_id: str, folder: Path, options: Mapping[str, Any], timeout_s: float) -> None:
         self._name, self._folder, self._timeout_s = f"scribe/{run_id}/0", str(folder.resolve()), timeout_s
-        self._actor = ray.remote(ScribeActor).options(**options, name=self._name, max_restarts=0).remote()
+        self._actor: Any = ray.remote(ScribeActor).options(**options, name=self._name, max_restarts=0).remote()
         self._pending: dict[str, Any] = {}
 
     def write(self, step: int, groups: Sequence[TrainingGroup]) -> None:
@@ -84,14 +84,14 @@ class ReplayPool:
         self._reader_steps = list(ReplayReader(folder).steps)
         self._name, self._timeout_s = f"rollout/{run_id}/replay", timeout_s
         self._position, self._version = position, policy_version
-        self._actor = ray.remote(ReplayActor).options(**options, name=self._name, max_restarts=0).remote(
+        self._actor: Any = ray.remote(ReplayActor).options(**options, name=self._name, max_restarts=0).remote(
             str(Path(folder).resolve()))
         self._next: list[RolloutGroup] = []
 
     def ready(self) -> dict[str, Any]:
         return {}
 
-    def take(self, count: int) -> list[Prompt]:
+    def take(self, n: int) -> list[Prompt]:
         """The prompts of the next dump. Raises DataError when there is none, or when it has another number of prompts."""
         if self._position >= len(self._reader_steps):
             raise DataError("rollout.replay", got=f"{len(self._reader_steps)} dumped steps", stage="rollout",
@@ -101,9 +101,9 @@ class ReplayPool:
         ref = self._actor.groups.remote(step, self._version, self._name)
         groups = gather({self._name: ref}, timeout_s=self._timeout_s, stage="rollout", doing=f"reading the dump of step {step}")
         self._next = groups[self._name]
-        if len(self._next) != count:
+        if len(self._next) != n:
             raise DataError(f"rollout.replay, step {step}", got=f"{len(self._next)} prompts", stage="rollout",
-                            expected=f"{count} (rollout.prompts_per_step)",
+                            expected=f"{n} (rollout.prompts_per_step)",
                             remedy=f"Set rollout.prompts_per_step={len(self._next)}.")
         self._position += 1
         return [group.prompt for group in self._next]

@@ -108,7 +108,7 @@ def rows_of_group(
                 response_token_ids=rollout.token_ids[piece], text=judged.texts[index],
                 role=roles.answer_mask[piece], logp=rollout.logp[piece], ref_logp=reference.logp[piece],
                 entropy=reference.entropy[piece], advantage=group.advantages[index], reward=verdict.reward,
-                status=verdict.status.value, extracted=verdict.extracted, finish_reason=header.finish_reasons[index],
+                status=verdict.status.value, extracted=judged.extracted[index], finish_reason=header.finish_reasons[index],
                 policy_version=header.policy_version,
                 answer_span_tokens=labelled.judged.answer_span_tokens[index],
             )

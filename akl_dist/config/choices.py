@@ -31,7 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "objective.kl.estimator": ("sampled", "full"),
     "objective.kl.state_weight": ("token", "cumulative"),
     "objective.kl.placement": ("loss",),
-    "objective.kl.kl_denominator": ("tokens",),
+    "objective.kl.kl_denominator": ("tokens", "role"),
 }
 
 # (key, lowest, highest, whether the lowest itself is allowed); every number is also finite.

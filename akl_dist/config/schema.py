@@ -109,7 +109,7 @@ class KLConfig:
     state_weight: str = "token"  # token | cumulative
     max_weight: float | None = 2.0  # truncation of the importance weight; null = none
     placement: str = "loss"
-    kl_denominator: str = "tokens"
+    kl_denominator: str = "tokens"  # tokens (shared with the policy loss) | role (tokens of the same role)
     full_vocabulary_limit: int = 4096  # estimator full ships [tokens, vocabulary] from the reference
 
 
@@ -145,7 +145,7 @@ class LearnerConfig:
 
 @dataclass(frozen=True)
 class WeightSyncConfig:
-    bucket_mib: float = 256.0
+    bucket_mib: float = 128.0  # the object store holds two at a time
     probe_sequences: int = 8
     max_gap: float | None = 1e-3  # nats, largest allowed; null = no bound on the maximum (bfloat16)
     mean_gap: float = 1e-3  # nats, mean

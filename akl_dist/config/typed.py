@@ -23,7 +23,7 @@ _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 class FrozenDict(dict):
     """A dictionary that refuses every change; the value type of free-form keys. Pickles and copies as itself."""
 
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise TypeError("the configuration is frozen; compose a new one instead")
 
     __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = __ior__ = _refuse  # type: ignore[assignment]

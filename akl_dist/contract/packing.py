@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from akl_dist.contract.errors import UserError
+from akl_dist.contract.records import RolloutArrays, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -118,3 +119,10 @@ def deal(weights: Sequence[int], num_hands: int) -> list[list[int]]:
         hands[hand].append(index)
         loads[hand] += weights[index]
     return [sorted(members) for members in hands]
+
+
+def probe_sequence(group: RolloutGroup, arrays: RolloutArrays, max_tokens: int) -> list[int]:
+    """Prompt and first response without its last token (an engine scores sequences below its full length), cut at
+    ``max_tokens``."""
+    response = arrays.token_ids[: group.response_lengths[0]].tolist()
+    return [*group.prompt.token_ids, *response][:-1][:max_tokens]

@@ -131,16 +131,19 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class JudgedArrays:
-    """texts [G]; position_mask bool [n] and verifier_mask bool [n]: two of the three votes on token roles."""
+    """texts [G] and extracted [G] (what a response's verdict was read from); position_mask bool [n] and verifier_mask bool
+    [n]: two of the three votes on token roles."""
 
     texts: tuple[str, ...]
+    extracted: tuple[str | None, ...]
     position_mask: np.ndarray
     verifier_mask: np.ndarray
 
 
 @dataclass(frozen=True)
 class JudgedGroup:
-    """Verdicts of one group. ``answer_span_tokens`` [G]: tokens overlapping the verifier's answer span (0 if none)."""
+    """Verdicts of one group, without the text they were read from (it is among the arrays). ``answer_span_tokens`` [G]:
+    tokens overlapping the verifier's answer span (0 if none)."""
 
     prompt_id: str
     verdicts: tuple[Verdict, ...]
@@ -213,7 +216,8 @@ class TrainingGroup:
     def __post_init__(self) -> None:
         size = len(self.labelled.rollout.response_lengths)
         if not (len(self.advantages) == len(self.trains) == size):
-            raise ValueError(f"prompt {self.labelled.rollout.prompt.prompt_id}: {len(self.advantages)} advantages for {size} responses")
+            raise ValueError(f"prompt {self.labelled.rollout.prompt.prompt_id}: {len(self.advantages)} advantages for "
+                             f"{size} responses")
 
 
 # --- learner and weight sync -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .activity import (
+from akl_dist.objective.activity import (
     ActivitySums,
     DirectionSums,
     PolicyStatistics,
@@ -18,10 +18,10 @@ from .activity import (
     sampled_norm2,
     token_gradient,
 )
-from .advantages import SPREAD_FLOOR, group_advantages, zero_spread_groups
-from .aggregate import AGGREGATIONS, aggregate, aggregation_weights, weighted_sum
-from .akl import akl_full_loss, akl_loss, combine_roles
-from .kl import (
+from akl_dist.objective.advantages import SPREAD_FLOOR, group_advantages, zero_spread_groups
+from akl_dist.objective.aggregate import AGGREGATIONS, aggregate, aggregation_weights, weighted_sum
+from akl_dist.objective.akl import akl_full_loss, akl_loss, combine_roles
+from akl_dist.objective.kl import (
     DIRECTIONS,
     STATE_WEIGHTS,
     StateWeights,
@@ -33,10 +33,10 @@ from .kl import (
     kl_value_k3,
     state_weights,
 )
-from .logprobs import TokenStatistics, chunked_token_statistics, num_chunks, token_statistics
-from .masking import as_bool, select
-from .policy_losses import POLICY_LOSSES, policy_loss, ppo, register_policy_loss
-from .ratios import LOG_RATIO_BOUND, bounded_log_ratio, clamped_tokens, masked_log_ratio, segment_cumsum
+from akl_dist.objective.logprobs import TokenStatistics, chunked_token_statistics, num_chunks, token_statistics
+from akl_dist.objective.masking import as_bool, select
+from akl_dist.objective.policy_losses import POLICY_LOSSES, policy_loss, ppo, register_policy_loss
+from akl_dist.objective.ratios import LOG_RATIO_BOUND, bounded_log_ratio, clamped_tokens, masked_log_ratio, segment_cumsum
 
 __all__ = [
     "AGGREGATIONS",

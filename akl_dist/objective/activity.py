@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import require_shape
-from .kl import combine_directions, sampled_surrogates
-from .masking import as_bool, select
-from .ratios import LOG_RATIO_BOUND, bounded_log_ratio, masked_log_ratio
+from akl_dist.objective._checks import require_shape
+from akl_dist.objective.kl import combine_directions, sampled_surrogates
+from akl_dist.objective.masking import as_bool, select
+from akl_dist.objective.ratios import LOG_RATIO_BOUND, bounded_log_ratio, masked_log_ratio
 
 
 class RoleSums(NamedTuple):

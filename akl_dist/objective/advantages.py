@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import require, require_name, require_shape
-from .masking import as_bool
+from akl_dist.objective._checks import require, require_name, require_shape
+from akl_dist.objective.masking import as_bool
 
 SPREAD_FLOOR = 1e-6
 """Reward spread (max - min of a group) that counts as none, before the rounding allowance of the rewards' dtype.

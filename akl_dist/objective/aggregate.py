@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._checks import require, require_name, require_shape
-from .masking import as_bool, at_least_float32, select
+from akl_dist.objective._checks import require, require_name, require_shape
+from akl_dist.objective.masking import as_bool, at_least_float32, select
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 Count = int | float | Tensor

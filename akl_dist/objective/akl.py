@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import require, require_shape
-from .kl import full_kl_loss, kl_loss
-from .masking import as_bool, select
+from akl_dist.objective._checks import require, require_shape
+from akl_dist.objective.kl import full_kl_loss, kl_loss
+from akl_dist.objective.masking import as_bool, select
 
 
 def combine_roles(

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import require, require_name, require_shape
-from .masking import as_bool, at_least_float32, select
-from .ratios import LOG_RATIO_BOUND, bounded_log_ratio, masked_log_ratio, segment_cumsum
+from akl_dist.objective._checks import require, require_name, require_shape
+from akl_dist.objective.masking import as_bool, at_least_float32, select
+from akl_dist.objective.ratios import LOG_RATIO_BOUND, bounded_log_ratio, masked_log_ratio, segment_cumsum
 
 DIRECTIONS = ("forward", "reverse", "symmetric")
 STATE_WEIGHTS = ("token", "cumulative")

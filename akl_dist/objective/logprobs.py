@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._checks import require, require_shape
-from .kl import finite_logprobs, full_kl
-from .masking import at_least_float32
+from akl_dist.objective._checks import require, require_shape
+from akl_dist.objective.kl import finite_logprobs, full_kl
+from akl_dist.objective.masking import at_least_float32
 
 
 class TokenStatistics(NamedTuple):

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._checks import require, require_name, require_shape
-from .masking import as_bool, at_least_float32, select
-from .ratios import bounded_log_ratio
+from akl_dist.objective._checks import require, require_name, require_shape
+from akl_dist.objective.masking import as_bool, at_least_float32, select
+from akl_dist.objective.ratios import bounded_log_ratio
 
 PolicyLoss = Callable[..., Tensor]
 POLICY_LOSSES: dict[str, PolicyLoss] = {}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._checks import require, require_shape
-from .masking import as_bool, at_least_float32, select
+from akl_dist.objective._checks import require, require_shape
+from akl_dist.objective.masking import as_bool, at_least_float32, select
 
 LOG_RATIO_BOUND = 20.0
 """Largest |log-ratio| (nats) that is exponentiated: e^20 is about 4.9e8, far outside every trust region."""

@@ -10,12 +10,14 @@ import numpy as np
 import ray
 
 from akl_dist.cluster import actor as process
-from akl_dist.cluster.gather import gather, store
+from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.contract.packing import probe_sequence
 from akl_dist.contract.records import ParameterInfo, Prompt, RolloutGroup, Sampling
 from akl_dist.rollout.engine import RolloutEngine
 from akl_dist.rollout.launch import EngineSettings, engine_environment
 
 CLOSE_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 60.0
 
 
 class RolloutActor:
@@ -59,6 +61,15 @@ class RolloutActor:
             for prompt, sampled in zip(prompts, self.engine.sample(prompts, sampling), strict=True)
         ]
         return groups, time.perf_counter() - start
+
+    def probe_sequences(self, groups: Sequence[RolloutGroup], max_tokens: int) -> list[list[int]]:
+        """Token ids for a weight-sync probe from the first response of each group; see :func:`packing.probe_sequence`."""
+        sequences = []
+        for group in groups:
+            what = f"probe of prompt {group.prompt.prompt_id}"
+            arrays = fetch(group.arrays, timeout_s=PROBE_TIMEOUT_S, stage="weight_sync", what=what)
+            sequences.append(probe_sequence(group, arrays, max_tokens))
+        return [ids for ids in sequences if len(ids) >= 2]
 
     def prompt_logprobs(self, token_id_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return self.engine.prompt_logprobs(token_id_lists)

@@ -24,12 +24,14 @@ from akl_dist.contract.records import (
     RoleArrays,
     RolloutArrays,
     RolloutGroup,
+    Verdict,
 )
 from akl_dist.verify.grader import GraderPool, Item
 from akl_dist.verify.roles import position_votes, role_votes, token_roles, verifier_votes, vote_table
 from akl_dist.verify.segments import THINK
 from akl_dist.verify.token_text import Span, TokenText
 
+REASON_CHARACTERS = 200  # of a verdict's header, which passes through the driver
 PROMPT_TAIL_TOKENS = 16  # enough to see whether the prompt ends with an opened <think>
 
 
@@ -61,6 +63,8 @@ class VerifyWorker:
         roles: RolesConfig,
         num_workers: int | None = None,
     ) -> None:
+        if roles.entropy_source != "reference":
+            raise ValueError(f"roles.entropy_source is {roles.entropy_source!r}, expected 'reference'")
         self._config, self._roles = config, roles
         self._end_ids = frozenset(end_ids)
         self._token_text = TokenText(tokenizer_path)
@@ -102,8 +106,10 @@ class VerifyWorker:
                 position_votes(r.text[: r.end], r.spans, reason == "length", think_open=opened)
                 for r, reason in zip(responses, group.finish_reasons, strict=True)
             ]
-            record = JudgedArrays(tuple(r.text for r in responses), _flat(position), _flat(verifier))
-            judged.append(JudgedGroup(group.prompt.prompt_id, mine, tuple(sum(votes) for votes in verifier), record))
+            record = JudgedArrays(tuple(r.text for r in responses), tuple(v.extracted for v in mine), _flat(position),
+                                  _flat(verifier))
+            headers = tuple(Verdict(v.status, reason=v.reason[:REASON_CHARACTERS]) for v in mine)
+            judged.append(JudgedGroup(group.prompt.prompt_id, headers, tuple(sum(votes) for votes in verifier), record))
         return judged
 
     def _decode(self, group: RolloutGroup, arrays: RolloutArrays) -> list[_Response]:

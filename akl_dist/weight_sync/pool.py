@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from akl_dist.cluster.gather import fetch, gather
+from akl_dist.cluster.gather import gather
 from akl_dist.contract.errors import WeightSyncError
 from akl_dist.contract.records import ParameterInfo, Prompt, RolloutArrays, RolloutGroup, SyncReport
 from akl_dist.weight_sync.plan import (
@@ -21,6 +21,8 @@ from akl_dist.weight_sync.plan import (
 )
 
 STAGE = "weight_sync"
+PROBE_TOKENS = 512
+"""Longest probe sequence; with it the bytes of a probe do not grow with the responses."""
 
 
 class WeightSyncPool:
@@ -119,15 +121,10 @@ class WeightSyncPool:
         return GapStatistics(*(max(values) for values in zip(*gaps.values(), strict=True)))
 
     def _probe_sequences(self, probe: Sequence[RolloutGroup]) -> list[list[int]]:
-        """Prompt and first response of each group without its last token (an engine scores below its full length)."""
-        sequences = []
-        for group in probe:
-            arrays: RolloutArrays = fetch(
-                group.arrays, timeout_s=self._left(), stage=STAGE, what=f"probe of prompt {group.prompt.prompt_id}"
-            )
-            response = arrays.token_ids[: group.response_lengths[0]].tolist()
-            sequences.append([*group.prompt.token_ids, *response][:-1])
-        sequences = [ids for ids in sequences if len(ids) >= 2]
+        """Token ids to score, built by an engine from the arrays behind the handles: a bounded number passes through here."""
+        name = next(iter(self._engines))
+        refs = {name: self._engines[name].probe_sequences.remote(list(probe), PROBE_TOKENS)}
+        sequences = self._wait(refs, "building the probe")[name]
         if not sequences:
             raise WeightSyncError(
                 "probe",

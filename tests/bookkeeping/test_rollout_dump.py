@@ -35,9 +35,10 @@ def group_of(prompt_id: str, lengths: tuple[int, ...], *, seed: int, version: in
     rollout = RolloutArrays(rng.integers(0, 150_000, n).astype(np.int32), -rng.exponential(size=n).astype(F32))
     reference = ReferenceArrays(-rng.exponential(size=n).astype(F32), rng.exponential(size=n).astype(F32), None)
     roles = RoleArrays(rng.random(n) < 0.5)
-    judged = JudgedArrays(tuple(f"text {i}" for i in range(size)), roles.answer_mask, roles.answer_mask)
+    judged = JudgedArrays(tuple(f"text {i}" for i in range(size)), tuple("18" if i % 3 == 0 else None for i in range(size)),
+                          roles.answer_mask, roles.answer_mask)
     verdicts = tuple(
-        [Verdict(Status.OK, "18", (0, 2)), Verdict(Status.TIMEOUT), Verdict(Status.NO_ANSWER)][i % 3] for i in range(size)
+        [Verdict(Status.OK), Verdict(Status.TIMEOUT), Verdict(Status.NO_ANSWER)][i % 3] for i in range(size)
     )
     header = RolloutGroup(prompt, lengths, ("stop", *["length"] * (size - 1)), version, "rollout-0", None)
     labelled = LabelledGroup(

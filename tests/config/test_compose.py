@@ -111,7 +111,7 @@ def test_configuration_is_immutable() -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             node.lr = 1  # type: ignore[attr-defined]
     params = config.objective.policy_loss_params
-    for change in (lambda: params.update(a=1), lambda: params.__setitem__("clip_low", 0), lambda: params.pop("clip_low"),
+    for change in (lambda: params.update({"a": 1}), lambda: params.__setitem__("clip_low", 0), lambda: params.pop("clip_low"),
                    lambda: params.clear(), lambda: params.setdefault("a", 1)):
         with pytest.raises(TypeError, match="frozen"):
             change()

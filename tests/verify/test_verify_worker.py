@@ -114,7 +114,8 @@ def test_only_ends_at_the_end_token(worker, tiny):
     _, tokenizer = tiny
     group = group_of(tokenizer, ["\\boxed{15}<eos>\\boxed{16}"])
     (judged,) = worker.judge([group], [group.arrays])
-    assert judged.verdicts[0].extracted == "15"
+    assert judged.arrays.extracted == ("15",)
+    assert judged.verdicts[0].extracted is None, "model text stays out of the header"
 
 
 def test_multibyte_characters_and_merged_tokens(byte_level):

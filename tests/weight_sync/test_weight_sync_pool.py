@@ -16,6 +16,7 @@ pytestmark = pytest.mark.stack
 
 from akl_dist.cluster.gather import gather, store  # noqa: E402
 from akl_dist.contract.errors import ActorDied, DeadlineExceeded, WeightSyncError  # noqa: E402
+from akl_dist.contract.packing import probe_sequence  # noqa: E402
 from akl_dist.contract.records import ParameterInfo, Prompt, RolloutArrays, RolloutGroup  # noqa: E402
 from akl_dist.weight_sync.pool import WeightSyncPool, prompt_probe  # noqa: E402
 
@@ -72,6 +73,9 @@ class StandInEngine:
 
     def finish_update(self):
         self.calls.append("finish")
+
+    def probe_sequences(self, groups, max_tokens):
+        return [probe_sequence(group, group.arrays, max_tokens) for group in groups]
 
     def prompt_logprobs(self, token_ids):
         self.calls.append("probe")
@@ -187,13 +191,11 @@ class ModelRank:
         self.rank, self.model = rank, Qwen2ForCausalLM.from_pretrained(folder).eval()
 
     def sync_manifest(self):
-
         from engine_models import manifest_of
 
         return manifest_of(self.model)
 
     def gather_bucket(self, names):
-
         from engine_models import bucket_of
 
         bucket = bucket_of(self.model, names)
@@ -211,7 +213,7 @@ class ModelRank:
         return True
 
 
-def test_real_engine(local_ray, tmp_path, monkeypatch):
+def test_real_engine(local_ray, tmp_path):
     import engine_models
 
     from akl_dist.rollout.launch import EngineSettings
