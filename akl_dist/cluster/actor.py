@@ -1,4 +1,4 @@
-"""What every actor does first: its own log file, and stack dumps on a crash."""
+"""What every actor does first: an end with its node, its own log file, and stack dumps on a crash."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import os
 import sys
 from pathlib import Path
 
+from akl_dist.contract.process import die_with_parent
+
 LOG_PATH = "AKL_ACTOR_LOG"
 """Environment variable of an actor: the file that takes its stdout and stderr; unset or empty for Ray's own."""
 
 
 def enter() -> None:
-    """Redirect this process's stdout and stderr (appending) and enable stack dumps.
+    """End with the node's Ray process even in the middle of a computation, redirect this process's stdout and stderr
+    (appending) and enable stack dumps.
 
     On a node without the run directory's file system the folder cannot be made; output then stays in Ray's own logs.
     """
+    die_with_parent(os.getppid())
     log_path = os.environ.get(LOG_PATH, "")
     if log_path:
         try:

@@ -4,12 +4,17 @@ stopped. The rules for ``cluster.address`` stand in ``cluster.environment``, whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
 import ray
 
 from akl_dist.cluster.environment import resolve_address
+from akl_dist.cluster.gather import unwatch, watch
 from akl_dist.contract.errors import ClusterError
 
 
@@ -22,6 +27,7 @@ class Connection:
 
     def close(self) -> None:
         """Leave the cluster; ``ray.shutdown`` ends exactly what ``ray.init`` started here."""
+        unwatch()
         ray.shutdown()
 
 
@@ -33,10 +39,14 @@ def connect(address: str, *, num_cpus: int | None, object_store_mib: int, say: C
     """
     target = resolve_address(address)
     if target is None:
-        ray.init(
-            address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
-            object_store_memory=object_store_mib * 2**20, logging_level=logging.WARNING,
-        )
+        with _group_of_its_own():
+            ray.init(
+                address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
+                object_store_memory=object_store_mib * 2**20, logging_level=logging.WARNING,
+            )
+        for child in psutil.Process().children(recursive=True):
+            if child.name() == "raylet":
+                watch(child)
         return Connection("local", own=True)
     try:
         ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
@@ -49,3 +59,22 @@ def connect(address: str, *, num_cpus: int | None, object_store_mib: int, say: C
         ) from error
     say(f"connected to the Ray cluster at {target} (it will not be stopped)")
     return Connection(target, own=False)
+
+
+@contextmanager
+def _group_of_its_own() -> Iterator[None]:
+    """Processes started inside belong to another process group than ours.
+
+    Schedulers and `timeout` send SIGTERM to the whole group of a job. It is for the driver, which then finishes its step and
+    saves; Ray's processes would end at once and take the step with them. A process leaves its group by joining another one,
+    so a placeholder holds the new group open while this process starts the cluster from inside it.
+    """
+    before = os.getpgrp()
+    placeholder = subprocess.Popen(["sleep", "600"], process_group=0)
+    try:
+        os.setpgid(0, placeholder.pid)
+        yield
+    finally:
+        os.setpgid(0, before)
+        placeholder.kill()
+        placeholder.wait()

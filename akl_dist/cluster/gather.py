@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import (
     GetTimeoutError,
@@ -20,11 +21,36 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from akl_dist.contract.errors import ActorDied, AklError, DeadlineExceeded, RunError
+from akl_dist.contract.errors import ActorDied, AklError, ClusterError, DeadlineExceeded, RunError
 from akl_dist.contract.records import Handle
 
 ECHO_WINDOW_S = 3.0
 """After a first failure, how long to look for the failure that caused it."""
+
+LIVENESS_INTERVAL_S = 2.0
+"""How often a wait looks whether the processes it depends on are alive."""
+
+_watched: list[psutil.Process] = []
+
+
+def watch(process: psutil.Process) -> None:
+    """Have every wait fail when this process (a Ray node process started here) is gone: Ray itself would go on waiting."""
+    _watched[:] = [process]
+
+
+def unwatch() -> None:
+    """Before a cluster is ended on purpose."""
+    _watched.clear()
+
+
+def _check_watched(stage: str, doing: str) -> None:
+    for process in _watched:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            raise ClusterError(
+                "local Ray cluster", got=f"its node process {process.pid} ended while {doing}", expected="a living cluster",
+                remedy="Something ended it from outside (memory, or a signal to the whole job); resume with the same run_id.",
+                stage=stage,
+            )
 
 
 def gather(refs: Mapping[str, Any], *, timeout_s: float, stage: str, doing: str) -> dict[str, Any]:
@@ -45,8 +71,11 @@ def gather(refs: Mapping[str, Any], *, timeout_s: float, stage: str, doing: str)
     waiting, results = list(refs.values()), {}
     deadline = time.monotonic() + timeout_s
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
+        left = max(0.0, deadline - time.monotonic())
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, LIVENESS_INTERVAL_S))
+        if not ready and left > LIVENESS_INTERVAL_S:
+            _check_watched(stage, doing)
+        elif not ready:
             late = ", ".join(names[ref] for ref in waiting)
             raise DeadlineExceeded(
                 late, got=f"no answer within {timeout_s:g} s while {doing}", expected="an answer",

@@ -57,8 +57,8 @@ class DataConfig:
 class RolloutConfig:
     num_engines: int = 1
     tensor_parallel_size: int = 1
-    prompts_per_step: int = 32
-    group_size: int = 8
+    prompts_per_step: int = 8
+    group_size: int = 4
     temperature: float = 1.0
     max_response_tokens: int = 64
     dtype: str = "float32"  # weights and activations of the engines
@@ -94,7 +94,7 @@ class RolesConfig:
 class ReferenceConfig:
     num_workers: int = 1
     ranks_per_worker: int = 1  # devices that hold one copy of the model together; 1 = the whole model on one device
-    max_tokens_per_batch: int = 8192
+    max_tokens_per_batch: int = 1024
     num_threads: int = 1
     timeout_s: float = 600.0
 
@@ -134,7 +134,7 @@ class LearnerConfig:
     adam_betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
     updates_per_step: int = 1
-    max_tokens_per_micro_batch: int = 8192
+    max_tokens_per_micro_batch: int = 1024  # attention over a packed row grows with its square where there is no flash kernel
     logprob_chunk_tokens: int = 1024  # rows of [chunk, vocabulary] logits alive at once
     gradient_checkpointing: bool = False
     offload_optimizer: bool = False

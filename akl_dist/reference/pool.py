@@ -13,7 +13,7 @@ from akl_dist.cluster import actor as process
 from akl_dist.cluster.gather import fetch, gather, store
 from akl_dist.contract.packing import deal
 from akl_dist.contract.records import ReferenceGroup, RolloutArrays, RolloutGroup
-from akl_dist.reference.worker import ReferenceWorker
+from akl_dist.reference.worker import ReferenceWorker, Responses
 
 STAGE = "reference"
 
@@ -62,16 +62,16 @@ class ReferenceActor:
         return self._name
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[ReferenceGroup]:
-        """Resolve, score and store, group by group."""
-        return [self._score(group) for group in groups]
+        """Resolve all groups, score them packed together, store group by group."""
+        scored = self.worker.score([self._responses(group) for group in groups])
+        return [ReferenceGroup(group.prompt.prompt_id, one.kl_k1, one.kl_k3, store(one.arrays))
+                for group, one in zip(groups, scored, strict=True)]
 
-    def _score(self, group: RolloutGroup) -> ReferenceGroup:
-        prompt = group.prompt
-        arrays: RolloutArrays = fetch(
-            group.arrays, timeout_s=self._settings.timeout_s, stage=STAGE, what=f"rollout arrays of prompt {prompt.prompt_id}")
+    def _responses(self, group: RolloutGroup) -> Responses:
+        what = f"rollout arrays of prompt {group.prompt.prompt_id}"
+        arrays: RolloutArrays = fetch(group.arrays, timeout_s=self._settings.timeout_s, stage=STAGE, what=what)
         responses = np.split(arrays.token_ids, np.cumsum(group.response_lengths)[:-1])
-        scored = self.worker.score(prompt.token_ids, responses, arrays.logp)
-        return ReferenceGroup(prompt.prompt_id, scored.kl_k1, scored.kl_k3, store(scored.arrays))
+        return Responses(group.prompt.token_ids, responses, arrays.logp)
 
 
 class ReferencePool:

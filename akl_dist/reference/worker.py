@@ -26,6 +26,19 @@ class Scored:
     kl_k3: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class Responses:
+    """The responses to one prompt. responses: int32 [T_i] each; rollout_logp: float32 [n], flat, the engine's log-probs."""
+
+    prompt_ids: Sequence[int]
+    responses: Sequence[np.ndarray]
+    rollout_logp: np.ndarray
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(response) for response in self.responses]
+
+
 class ReferenceWorker:
     """Args:
     model_path: local Hugging Face folder.
@@ -52,34 +65,28 @@ class ReferenceWorker:
             model_path, dtype=getattr(torch, dtype), attn_implementation=attention, use_safetensors=True)
         self.model = model.to(self.device).eval().requires_grad_(False)
 
-    def score(self, prompt_ids: Sequence[int], responses: Sequence[np.ndarray], rollout_logp: np.ndarray) -> Scored:
-        """Score the responses to one prompt.
+    def score(self, groups: Sequence[Responses]) -> list[Scored]:
+        """Score groups of responses; sequences of all groups are packed together, so that no row is half empty.
 
-        Args:
-            prompt_ids: the prompt's token ids.
-            responses: token ids of each response.
-            rollout_logp: float32 [n], the engine's log-probs, flat over the responses.
-
-        Returns: flat arrays in the responses' order.
+        Returns: one record per group, flat arrays in the responses' order.
         Raises:
             UserError: one sequence is longer than ``max_tokens_per_batch``.
             ValueError: log-probs and responses do not align.
         """
-        sizes = [len(response) for response in responses]
-        if rollout_logp.shape != (sum(sizes),):
-            raise ValueError(f"rollout log-probs have shape {rollout_logp.shape}, expected ({sum(sizes)},)")
-        scored: list[dict[str, np.ndarray]] = [{} for _ in responses]
-        rows = first_fit_decreasing([row_tokens(len(prompt_ids), size) for size in sizes], self.max_tokens_per_batch)
-        for row in rows:
-            packed = pack_row([(prompt_ids, responses[index]) for index in row])
-            fields = self._forward(packed)
+        for group in groups:
+            if group.rollout_logp.shape != (sum(group.sizes),):
+                raise ValueError(f"rollout log-probs have shape {group.rollout_logp.shape}, expected ({sum(group.sizes)},)")
+        sequences = [(group.prompt_ids, response) for group in groups for response in group.responses]
+        scored: list[dict[str, np.ndarray]] = [{} for _ in sequences]
+        lengths = [row_tokens(len(prompt), len(response)) for prompt, response in sequences]
+        for row in first_fit_decreasing(lengths, self.max_tokens_per_batch):
+            packed = pack_row([sequences[index] for index in row])
             cuts = np.cumsum(packed.response_lengths)[:-1]
-            for name, values in fields.items():
+            for name, values in self._forward(packed).items():
                 for index, piece in zip(row, np.split(values, cuts), strict=True):
                     scored[index][name] = piece
-        flat = {name: np.concatenate([fields[name] for fields in scored]) for name in scored[0]}
-        k1, k3 = _value_estimates(rollout_logp, flat["logp"], sizes)
-        return Scored(ReferenceArrays(flat["logp"], flat["entropy"], flat.get("logprobs")), k1, k3)
+        fields = iter(scored)
+        return [_record(group, [next(fields) for _ in group.responses]) for group in groups]
 
     @torch.no_grad()
     def _forward(self, row: PackedRow) -> dict[str, np.ndarray]:
@@ -99,11 +106,10 @@ class ReferenceWorker:
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def _value_estimates(
-    rollout_logp: np.ndarray, ref_logp: np.ndarray, sizes: list[int]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    mu, ref = torch.from_numpy(np.asarray(rollout_logp, np.float32)), torch.from_numpy(ref_logp)
+def _record(group: Responses, fields: list[dict[str, np.ndarray]]) -> Scored:
+    flat = {name: np.concatenate([field[name] for field in fields]) for name in fields[0]}
+    mu, ref = torch.tensor(group.rollout_logp, dtype=torch.float32), torch.from_numpy(flat["logp"])
     mask = torch.ones_like(mu, dtype=torch.bool)
     estimates = (kl_value_k1(logp=mu, ref_logp=ref, mask=mask), kl_value_k3(logp=mu, ref_logp=ref, mask=mask))
-    k1, k3 = (tuple(float(piece.double().sum()) for piece in estimate.split(sizes)) for estimate in estimates)
-    return k1, k3
+    k1, k3 = (tuple(float(piece.double().sum()) for piece in estimate.split(group.sizes)) for estimate in estimates)
+    return Scored(ReferenceArrays(flat["logp"], flat["entropy"], flat.get("logprobs")), k1, k3)

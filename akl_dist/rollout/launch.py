@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 RECEIVER_MODULE = "akl_dist.weight_sync.receiver"  # by name: stages do not import each other, vLLM's workers load it
 RECEIVER_BACKEND = "akl_bucket"
+CPU_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ def build(settings: EngineSettings, name: str) -> LLM:
         worker_extension_cls=f"{RECEIVER_MODULE}.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend=RECEIVER_BACKEND),
         kv_cache_memory_bytes=_kv_cache_bytes(settings) if on_cpu else None,
+        # A prompt cut over two batches rewinds its request's generator, which a CPU generator cannot do.
+        enable_chunked_prefill=False if on_cpu else None,
+        max_num_batched_tokens=max(settings.max_model_len, CPU_BATCH_TOKENS) if on_cpu else None,
         gpu_memory_utilization=settings.gpu_memory_utilization,  # of no effect where the KV cache has its size
     )
 

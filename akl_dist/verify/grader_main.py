@@ -7,20 +7,19 @@ when the parent's thread that started it ends. Everything printed goes to stderr
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
 import os
 import resource
-import signal
 import struct
 import sys
 from typing import Any, BinaryIO
 
+from akl_dist.contract.process import die_with_parent
+
 HEADER = struct.Struct(">I")
 MAX_MESSAGE = 64 << 20
-PR_SET_PDEATHSIG = 1
 MEMORY_LIMIT = 4 << 30  # bytes of address space; a runaway expression ends in MemoryError
 LOG_LIMIT = 16 << 20  # bytes of stderr
 
@@ -40,13 +39,6 @@ def encode(message: Any) -> bytes:
     """Length prefix and JSON. Lone surrogates survive: JSON escapes them."""
     body = json.dumps(message).encode("ascii")
     return HEADER.pack(len(body)) + body
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends; leave at once if it already has."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(3)
 
 
 def main() -> None:

@@ -88,9 +88,9 @@ def problems(*overrides: str) -> dict[str, UserError]:
         (["rollout.group_size=0"], "rollout.group_size", "at least 1"),
         (["rollout.gpu_memory_utilization=0.9"], "rollout.gpu_memory_utilization", "cluster.device=cuda"),
         (["rollout.tensor_parallel_size=2"], "rollout.tensor_parallel_size", "1 with cluster.device=cpu"),
-        (["rollout.num_engines=33"], "rollout.num_engines", "at most rollout.prompts_per_step=32"),
+        (["rollout.num_engines=9"], "rollout.num_engines", "at most rollout.prompts_per_step=8"),
         (["learner.updates_per_step=5"], "learner.updates_per_step", "learner.updates_per_step=4"),
-        (["learner.num_ranks=17", "learner.updates_per_step=2"], "learner.num_ranks", "at most 16"),
+        (["learner.num_ranks=5", "learner.updates_per_step=2"], "learner.num_ranks", "at most 4"),
         (["learner.lr=-1"], "learner.lr", "at least 0"),
         (["learner.adam_betas=[0.9,1.0]"], "learner.adam_betas", "below 1"),
         (["learner.max_tokens_per_micro_batch=127"], "learner.max_tokens_per_micro_batch", "at least 128"),
@@ -153,7 +153,7 @@ def test_refused_with_devices_and_models(overrides: list[str], key: str, part: s
 
 @pytest.mark.parametrize("overrides", [
     ["learner.max_tokens_per_micro_batch=128", "reference.max_tokens_per_batch=128"],
-    ["learner.num_ranks=16", "learner.updates_per_step=2"],
+    ["learner.num_ranks=4", "learner.updates_per_step=2"],
     ["objective.kl.beta_answer=0", "objective.kl.beta_reasoning=0"],
     ["objective.policy_loss_params={clip_low: 0, clip_high: 0.3, dual_clip: 3}"],
     ["objective.policy_loss_params.dual_clip=null"],

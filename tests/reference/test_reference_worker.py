@@ -8,7 +8,7 @@ import torch
 
 from akl_dist.contract.errors import UserError
 from akl_dist.contract.records import Prompt, RolloutArrays, RolloutGroup
-from akl_dist.reference.worker import ReferenceWorker
+from akl_dist.reference.worker import ReferenceWorker, Responses
 
 VOCAB, TEMPERATURE = 24, 0.7
 RNG = np.random.default_rng(5)
@@ -52,7 +52,7 @@ def test_scores_equal_plain_forward_passes(folder, max_tokens, chunk):
         targets = torch.from_numpy(np.concatenate(responses).astype(np.int64))
         logp = expected.gather(-1, targets[:, None])[:, 0]
         mu = logp.numpy() + 0.5
-        scored = worker.score(prompt.tolist(), responses, mu)
+        scored = worker.score([Responses(prompt.tolist(), responses, mu)])[0]
         np.testing.assert_allclose(scored.arrays.logp, logp, atol=1e-5)
         np.testing.assert_allclose(scored.arrays.entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)
         np.testing.assert_allclose(scored.arrays.logprobs, expected, atol=1e-5)
@@ -62,18 +62,29 @@ def test_scores_equal_plain_forward_passes(folder, max_tokens, chunk):
         np.testing.assert_allclose(scored.kl_k3, (np.exp(-0.5) - 0.5) * sizes, rtol=1e-4)
 
 
+def test_packing_across_groups_changes_nothing(folder):
+    """Two groups scored together equal each scored alone."""
+    worker = make_worker(folder)
+    groups = [Responses(prompt.tolist(), responses, np.zeros(sum(map(len, responses)), np.float32))
+              for prompt, responses in zip(PROMPTS, RESPONSES, strict=True)]
+    for together, group in zip(worker.score(groups), groups, strict=True):
+        (alone,) = worker.score([group])
+        np.testing.assert_allclose(together.arrays.logp, alone.arrays.logp, atol=1e-5)
+        np.testing.assert_allclose(together.kl_k3, alone.kl_k3, rtol=1e-4)
+
+
 def test_temperature_matters(folder):
     """Negative control: log-probs at temperature 1 are far from the worker's."""
     worker = make_worker(folder)
-    scored = worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))
+    scored = worker.score([Responses(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))])[0]
     worker.temperature = 1.0
-    other = worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))
+    other = worker.score([Responses(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))])[0]
     assert np.abs(scored.arrays.logp - other.arrays.logp).max() > 0.1
 
 
 def test_frozen_and_without_the_vocabulary_unless_asked(folder):
     worker = make_worker(folder, full=False)
-    scored = worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))
+    scored = worker.score([Responses(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))])[0]
     assert scored.arrays.logprobs is None
     assert not worker.model.training and not any(p.requires_grad for p in worker.model.parameters())
 
@@ -81,9 +92,9 @@ def test_frozen_and_without_the_vocabulary_unless_asked(folder):
 def test_refuses_what_cannot_be_scored(folder):
     worker = make_worker(folder, max_tokens=10)
     with pytest.raises(UserError, match="16 tokens"):
-        worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))
+        worker.score([Responses(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))])[0]
     with pytest.raises(ValueError, match="expected"):
-        worker.score(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(3, np.float32))
+        worker.score([Responses(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(3, np.float32))])[0]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +125,7 @@ def test_pool_deals_groups_and_keeps_their_order(folder, cluster):
     worker = make_worker(folder, full=False)
     for group, record, responses in zip(groups, pool.score(groups), RESPONSES, strict=True):
         assert record.prompt_id == group.prompt.prompt_id
-        expected = worker.score(group.prompt.token_ids, responses, np.zeros(group.num_tokens, np.float32))
+        (expected,) = worker.score([Responses(group.prompt.token_ids, responses, np.zeros(group.num_tokens, np.float32))])
         arrays = fetch(record.arrays, timeout_s=10.0, stage="reference", what="scores")
         np.testing.assert_allclose(arrays.logp, expected.arrays.logp, atol=1e-6)
         assert record.kl_k1 == pytest.approx(expected.kl_k1, rel=1e-5)

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.stack
 
 from akl_dist.contract.errors import ModelError, RunError, UserError, WeightSyncError  # noqa: E402
 from akl_dist.contract.records import Prompt  # noqa: E402
+from akl_dist.rollout import launch  # noqa: E402
 from akl_dist.rollout.engine import EngineState, RolloutEngine  # noqa: E402
 from akl_dist.rollout.launch import EngineSettings, asked, check_effective, engine_environment  # noqa: E402
 from akl_dist.rollout.manifest import parameter_manifest  # noqa: E402
@@ -20,10 +21,14 @@ from akl_dist.rollout.manifest import parameter_manifest  # noqa: E402
 def made(tmp_path_factory):
     from engine_models import save_model
 
+    # A budget that a batch of prompts exceeds: vLLM must not cut a seeded request's prompt over two batches, which rewinds its
+    # generator and fails on CPU.
+    before, launch.CPU_BATCH_TOKENS = launch.CPU_BATCH_TOKENS, 64
     folder = tmp_path_factory.mktemp("untied")
     model = save_model(folder, tied=False)
     settings = EngineSettings(model_path=str(folder), dtype="float32", max_model_len=32, kv_cache_gib=0.05, max_num_seqs=64)
     engine = RolloutEngine(settings, name="rollout/test/0")
+    launch.CPU_BATCH_TOKENS = before
     yield engine, model, settings
     engine.close()
 
