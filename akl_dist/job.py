@@ -208,6 +208,8 @@ class Attempt:
     def _conclude(self, progress: Progress) -> int:
         from akl_dist.bookkeeping.console import before_after_table
         from akl_dist.bookkeeping.curve import draw
+        from akl_dist.bookkeeping.journal import read_metrics
+        from akl_dist.summaries import activity_summary
 
         if progress.step < self.config.steps:
             say(f"interrupted after step {progress.step}; the same command with run_id={self.config.run_id} goes on from there")
@@ -215,6 +217,7 @@ class Attempt:
         seen = progress.evaluations
         if seen:
             say("\n" + before_after_table(seen["initial"].to_dict(), seen["last"].to_dict()))
+        say(activity_summary(read_metrics(self.directory.metrics)))
         say(f"\nlearning curve: {draw(self.directory.root)}\nmodel: {self.directory.hf}\nresult: {self.directory.result}")
         return 0
 

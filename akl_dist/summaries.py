@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -133,3 +134,13 @@ def summarise_evaluation(
         no_answer_fraction=sum(v.status is Status.NO_ANSWER for v in verdicts) / len(verdicts),
         kl_per_token=sum(sum(g.kl_k3) for g in reference) / sum(lengths),
     )
+
+
+def activity_summary(rows: Sequence[Mapping[str, float]]) -> str:
+    """One line on how strongly the KL term pulled: medians over the steps of ``objective/kl_activity_*``; empty without."""
+    parts = []
+    for role in ("reasoning", "answer"):
+        values = [row[f"objective/kl_activity_{role}"] for row in rows if f"objective/kl_activity_{role}" in row]
+        if values:
+            parts.append(f"{role} {100 * statistics.median(values):.1f} %")
+    return f"KL gradient over policy gradient, median over steps: {', '.join(parts)}" if parts else ""

@@ -1,0 +1,160 @@
+"""The loop itself, with small stand-ins for its stages: order, versions, stops, saves. No cluster, no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from akl_dist.config.schema import CheckpointConfig, Config, EvaluateConfig, RolloutConfig
+from akl_dist.contract.records import (
+    JudgedGroup,
+    LabelledGroup,
+    Prompt,
+    ReferenceGroup,
+    RolloutGroup,
+    Status,
+    SyncReport,
+    Update,
+    Verdict,
+)
+from akl_dist.loop import Progress, Run, Stages, train
+
+PROMPTS = [Prompt(f"s/{i}", "s", "", (1, 2), "1") for i in range(8)]
+
+
+class World:
+    """Every stage in one object; ``calls`` is what the loop asked for, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.version, self.position, self.seeds = 0, 0, []
+        self.saved: list[Progress] = []
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.stop_after: int | None = None
+
+    def take(self, n):
+        self.position += n
+        return [PROMPTS[(self.position + i) % len(PROMPTS)] for i in range(n)]
+
+    def state(self):
+        return {"position": self.position}
+
+    def sample(self, prompts, sampling):
+        self.calls.append("sample")
+        self.seeds.append(sampling.seed_key)
+        size = sampling.group_size
+        return [RolloutGroup(p, (3,) * size, ("stop",) * size, self.version, "e", None) for p in prompts]
+
+    def submit(self, groups):
+        self.calls.append("submit")
+        return groups
+
+    def collect(self, ticket):
+        self.calls.append("collect")
+        verdicts = {g.prompt.prompt_id: tuple(Verdict(Status.OK if i % 2 else Status.WRONG) for i in range(len(g.response_lengths)))
+                    for g in ticket}
+        return [JudgedGroup(name, v, (1,) * len(v), None) for name, v in verdicts.items()]
+
+    def score(self, groups):
+        self.calls.append("score")
+        return [ReferenceGroup(g.prompt.prompt_id, (0.0,) * len(g.response_lengths), (0.0,) * len(g.response_lengths), None)
+                for g in groups]
+
+    def label(self, groups, judged, reference):
+        self.calls.append("label")
+        return [LabelledGroup(*parts, (1,) * len(parts[0].response_lengths), (1,) * 8, None)
+                for parts in zip(groups, judged, reference, strict=True)]
+
+    def update(self, groups, *, step):
+        self.calls.append("update")
+        assert all(g.labelled.rollout.policy_version == self.version for g in groups), "on-policy"
+        return Update(1, 0, {"learner/loss": 0.5})
+
+    def sync(self, policy_version, probe):
+        self.calls.append("sync")
+        assert probe
+        self.version = policy_version
+        return SyncReport(policy_version, 0.0, 1, 1, 0.0, 0.0, 0.0)
+
+    def step_done(self, progress, metrics, groups):
+        self.steps.append((progress.step, metrics))
+        if progress.step == self.stop_after:
+            self.calls.append("stop")
+
+    def evaluation_done(self, progress):
+        self.calls.append("evaluated")
+
+    def run(self, config: Config, *, held_out=()) -> Run:
+        stages = Stages(self, self, self, self, self)  # type: ignore[arg-type]
+        return Run(config, stages, self, held_out, PROMPTS[:2], (0,), self, self.saved.append, lambda: "stop" in self.calls)
+
+
+def config(**changes) -> Config:
+    base = Config(steps=3, seed=7, rollout=RolloutConfig(prompts_per_step=4, group_size=2), evaluate=EvaluateConfig(samples=2))
+    return dataclasses.replace(base, **changes)
+
+
+def test_one_step_in_order_and_graders_overlap_the_reference():
+    world = World()
+    done = train(world.run(config(steps=1)), Progress())
+    assert world.calls == ["sample", "sync", "sample", "submit", "score", "collect", "label", "update", "sync"]
+    assert (done.step, done.policy_version, done.optimizer_steps) == (1, 1, 1)
+    assert world.seeds[1] == ("train", 7, 1), "samples depend on the run seed and the step alone"
+
+
+def test_metrics_of_a_step():
+    world = World()
+    train(world.run(config(steps=1)), Progress())
+    ((step, metrics),) = world.steps
+    assert step == 1 and metrics["policy_version"] == 1 and metrics["verify/accuracy"] == 0.5
+    for name in ("time/step_s", "time/rollout_s", "time/learner_s", "time/idle_fraction", "learner/loss",
+                 "weight_sync/logprob_gap"):
+        assert name in metrics
+    assert 0 <= metrics["time/idle_fraction"] <= 1
+
+
+def test_evaluations_before_during_and_after_with_the_same_seeds():
+    world = World()
+    done = train(world.run(config(evaluate=EvaluateConfig(every=2, samples=2)), held_out=PROMPTS[4:]), Progress())
+    assert {name: e.step for name, e in done.evaluations.items()} == {"initial": 0, "best": 0, "last": 3}
+    assert [key for key in world.seeds if key[0] == "evaluate"] == [("evaluate", 1234)] * 3
+    assert "evaluate/s/avg_at_2" in world.steps[1][1] and "evaluate/s/avg_at_2" not in world.steps[2][1]
+
+
+def test_saves_when_due_and_at_the_end():
+    world = World()
+    train(world.run(config(steps=5, checkpoint=CheckpointConfig(every=2))), Progress())
+    assert [p.step for p in world.saved] == [2, 4, 5]
+
+
+def test_a_stop_finishes_the_step_and_saves():
+    world = World()
+    world.stop_after = 2
+    done = train(world.run(config(steps=5)), Progress())
+    assert done.step == 2 and [p.step for p in world.saved] == [2]
+
+
+def test_resumed_goes_on_with_absolute_counters():
+    world = World()
+    world.version = 2
+    done = train(world.run(config(steps=4)), Progress(step=2, policy_version=2, optimizer_steps=2))
+    assert (done.step, done.policy_version, done.optimizer_steps) == (4, 4, 4)
+    assert [s for s, _ in world.steps] == [3, 4]
+
+
+def test_a_finished_run_only_syncs():
+    world = World()
+    done = train(world.run(config(steps=2)), Progress(step=2, policy_version=2))
+    assert done.step == 2 and world.steps == [] and "update" not in world.calls
+
+
+def test_best_is_the_highest_accuracy():
+    world = World()
+    done = train(world.run(config(steps=1), held_out=PROMPTS[4:]), Progress())
+    lower = dataclasses.replace(done.evaluations["last"], accuracy=0.1, step=9)
+    higher = dataclasses.replace(lower, accuracy=0.9, step=10)
+    seen = done.with_evaluation(lower).with_evaluation(higher).evaluations
+    assert (seen["initial"].step, seen["best"].step, seen["last"].step) == (0, 10, 10)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        done.step = 5  # type: ignore[misc]

@@ -1,0 +1,98 @@
+"""Metrics of a step and of an evaluation, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from akl_dist.contract.records import (
+    JudgedGroup,
+    LabelledGroup,
+    Prompt,
+    ReferenceGroup,
+    RolloutGroup,
+    Status,
+    TrainingGroup,
+    Verdict,
+)
+from akl_dist.summaries import (
+    activity_summary,
+    objective_metrics,
+    roles_metrics,
+    rollout_metrics,
+    summarise_evaluation,
+    verify_metrics,
+)
+from akl_dist.training_batch import training_groups
+
+OK, WRONG, NONE, LATE = (Verdict(s) for s in (Status.OK, Status.WRONG, Status.NO_ANSWER, Status.TIMEOUT))
+
+
+def group(name, verdicts, *, lengths=None, answer=None, votes=(0,) * 8, k3=None):
+    size = len(verdicts)
+    lengths = lengths or (4,) * size
+    rollout = RolloutGroup(Prompt(name, "s", "", (1,), "1"), tuple(lengths), ("stop",) * (size - 1) + ("length",), 0, "e", None)
+    judged = JudgedGroup(name, tuple(verdicts), tuple(2 if v in (OK, WRONG) else 0 for v in verdicts), None)
+    reference = ReferenceGroup(name, (0.0,) * size, tuple(k3 or (0.0,) * size), None)
+    return LabelledGroup(rollout, judged, reference, tuple(answer or (1,) * size), votes, None)
+
+
+def test_rollout_and_verify():
+    groups = [group("a", (OK, WRONG)), group("b", (NONE, LATE), lengths=(2, 10))]
+    rollout = rollout_metrics([g.rollout for g in groups], seconds=2.0)
+    assert rollout == {"rollout/tokens": 20, "rollout/response_tokens_mean": 5.0, "rollout/truncated_fraction": 0.5,
+                       "rollout/tokens_per_s": 10.0}
+    verify = verify_metrics([g.judged for g in groups])
+    assert verify["verify/accuracy"] == pytest.approx(1 / 3), "over the three that have a verdict"
+    assert verify["verify/timeout_fraction"] == 0.25 == verify["verify/no_answer_fraction"]
+
+
+def test_accuracy_is_absent_without_any_verdict():
+    assert "verify/accuracy" not in verify_metrics([group("a", (LATE, LATE)).judged])
+
+
+def test_roles():
+    metrics = roles_metrics([group("a", (OK, NONE), answer=(2, 0), votes=(5, 0, 1, 0, 0, 0, 0, 2))])
+    assert metrics["roles/answer_fraction"] == 0.25 and metrics["roles/vote_agreement"] == 7 / 8
+    assert metrics["roles/answer_span_tokens"] == 2.0 and metrics["roles/votes_010"] == 1
+
+
+def test_no_verdict_is_no_reward():
+    """A timeout neither trains nor moves the group's mean: advantages as if the sample were not there."""
+    with_late, without = (training_groups([group("a", v)], normalize_std=False)[0] for v in ((OK, WRONG, LATE), (OK, WRONG)))
+    assert with_late.advantages[:2] == without.advantages == (0.5, -0.5)
+    assert with_late.advantages[2] == 0.0 and with_late.trains == (True, True, False)
+    as_zero = training_groups([group("a", (OK, WRONG, WRONG))], normalize_std=False)[0]
+    assert as_zero.advantages[0] != 0.5, "control: a zero reward would have moved the mean"
+
+
+def test_objective():
+    mixed = TrainingGroup(group("a", (OK, WRONG)), (1.5, -0.5), (True, True))
+    equal = TrainingGroup(group("b", (OK, LATE)), (0.0, 0.0), (True, False))
+    assert objective_metrics([mixed, equal]) == {
+        "objective/zero_spread_group_fraction": 0.5, "objective/masked_sample_fraction": 0.25, "objective/advantage_max_abs": 1.5}
+
+
+def test_evaluation_clusters_by_problem():
+    """Means .5, 1, 0 of three problems: mean .5, standard error sqrt(.25 / 3)."""
+    groups = [group("a", (OK, WRONG), k3=(0.4, 0.4)), group("b", (OK, LATE)), group("c", (NONE, WRONG))]
+    e = summarise_evaluation([g.rollout for g in groups], [g.judged for g in groups], [g.reference for g in groups],
+                             step=3, policy_version=3, data_set="s", seed=1)
+    assert (e.problems, e.samples, e.undecided) == (3, 2, 1)
+    assert e.accuracy == 0.5 and e.accuracy_standard_error == pytest.approx(math.sqrt(0.25 / 3))
+    assert e.kl_per_token == pytest.approx(0.8 / 24) and e.metrics()["evaluate/s/avg_at_2"] == 0.5
+
+
+def test_records_of_different_problems_are_refused():
+    a, b = group("a", (OK, WRONG)), group("b", (OK, WRONG))
+    with pytest.raises(AssertionError, match="order"):
+        summarise_evaluation([a.rollout], [b.judged], [a.reference], step=0, policy_version=0, data_set="s", seed=1)
+    with pytest.raises(ValueError, match="different prompts"):
+        LabelledGroup(a.rollout, b.judged, a.reference, (1, 1), (0,) * 8, None)
+
+
+def test_activity_line():
+    rows = [{"objective/kl_activity_answer": v} for v in (0.1, 0.3, 0.2)]
+    assert activity_summary(rows) == "KL gradient over policy gradient, median over steps: answer 20.0 %"
+    assert activity_summary([{}]) == ""
