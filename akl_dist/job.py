@@ -115,6 +115,11 @@ class Attempt:
 
     def execute(self) -> int:
         config = self.config
+        with ExitStack() as handlers:
+            self._listen_to_signals(handlers)
+            return self._execute(config)
+
+    def _execute(self, config: Config) -> int:
         check(config)
         for line in warnings(config):
             say(f"warning: {line}")
@@ -142,6 +147,8 @@ class Attempt:
         from akl_dist.bookkeeping.journal import RunDirectory
 
         config = self.config
+        if config.resume == "never":
+            self._move_earlier_attempt()
         found = find(self.directory.root, config.resume, num_ranks=config.learner.num_ranks)
         if found.checkpoint is not None:
             say(found.reason)
@@ -149,6 +156,17 @@ class Attempt:
                 say(f"note: keys that differ from the earlier attempt: {', '.join(self._changed_keys()) or 'none recorded'}")
         self.directory = RunDirectory.create(config.output_dir, config.experiment, str(config.run_id), typed.plain(config))
         return found.checkpoint
+
+    def _move_earlier_attempt(self) -> None:
+        """``resume=never`` with a run_id that was used: its directory is kept under another name, so that nothing is lost and
+        nothing of it is taken for this run's."""
+        from akl_dist.bookkeeping.journal import new_run_id
+
+        root = self.directory.root
+        if self.directory.metrics.exists() or (self.directory.checkpoints.is_dir() and any(self.directory.checkpoints.iterdir())):
+            kept = root.with_name(f"{root.name}.before-{new_run_id()}")
+            root.rename(kept)
+            say(f"resume=never: the earlier attempt's directory is now {kept}")
 
     def _changed_keys(self) -> list[str]:
         before = dict(typed.leaves(from_yaml(self.directory.config.read_text(encoding="utf-8"))))
@@ -167,7 +185,7 @@ class Attempt:
         connection = connect(config.cluster.address, num_cpus=config.cluster.num_cpus,
                              object_store_mib=config.cluster.object_store_mib, say=say)
         shutdown.callback(connection.close)
-        self._listen_to_signals(shutdown)
+        signal.signal(signal.SIGTERM, self._on_signal)  # ray.init has put its own in place
         assembly = Assembly(config, directory=self.directory, loaded=loaded, resumed=resumed)
         shutdown.callback(assembly.close)
         assembly.wait_until_ready(say)
@@ -195,15 +213,13 @@ class Attempt:
         self.write_result("finished" if progress.step == config.steps else "interrupted", None, progress)
         return progress
 
-    def _listen_to_signals(self, shutdown: ExitStack) -> None:
-        """SIGTERM finishes the step, saves and ends the run with exit code 143."""
+    def _listen_to_signals(self, handlers: ExitStack) -> None:
+        """SIGTERM finishes the step, saves and ends the run with exit code 143; before the first step there is nothing to save."""
+        handlers.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, self._on_signal))
 
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self.signal = number
-            say(f"{signal.Signals(number).name}: finishing this step, then saving")
-
-        before = signal.signal(signal.SIGTERM, on_signal)
-        shutdown.callback(signal.signal, signal.SIGTERM, before)
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        say(f"{signal.Signals(number).name}: finishing what is under way, then saving")
 
     def _conclude(self, progress: Progress) -> int:
         from akl_dist.bookkeeping.console import before_after_table

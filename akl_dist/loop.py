@@ -89,6 +89,8 @@ def train(run: Run, progress: Progress) -> Progress:
     The weights are proven equal between learner and engines before the first rollout (``first_sync``) and after every step.
     """
     config = run.config
+    if run.stop_requested():
+        return progress
     first_sync(run, progress)
     if run.evaluation_prompts and not progress.evaluations:
         progress = evaluated(run, progress)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from akl_dist.contract.errors import VerifierFault
 from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup, Status, TrainingGroup
 
 
@@ -118,7 +119,9 @@ def summarise_evaluation(
         decided = [v for v in group.verdicts if v.status.trains]
         if decided:
             means.append(sum(v.status is Status.OK for v in decided) / len(decided))
-    assert means, "no problem of the evaluation has a verdict"
+    if not means:
+        raise VerifierFault("evaluation", got=f"no verdict on any of {len(judged)} problems", expected="at least one",
+                            stage="verify", remedy="Look at the reasons in the verify logs; verify.timeout_s may be too short.")
     verdicts = [v for g in judged for v in g.verdicts]
     lengths = [n for g in rollouts for n in g.response_lengths]
     spans = [n for g in judged for n in g.answer_span_tokens if n > 0]
