@@ -70,11 +70,10 @@ def _group_of_its_own() -> Iterator[None]:
     so a placeholder holds the new group open while this process starts the cluster from inside it.
     """
     before = os.getpgrp()
-    placeholder = subprocess.Popen(["sleep", "600"], process_group=0)
+    placeholder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)  # ends with us
     try:
         os.setpgid(0, placeholder.pid)
         yield
     finally:
         os.setpgid(0, before)
-        placeholder.kill()
-        placeholder.wait()
+        placeholder.communicate()
