@@ -5,18 +5,22 @@ imports it. All actors start at once; the wait for them has one limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from akl_dist.bookkeeping import checkpoint
 from akl_dist.bookkeeping.checkpoint import Checkpoint, CheckpointState
 from akl_dist.bookkeeping.journal import RunDirectory
 from akl_dist.bookkeeping.pool import ReplayPool, Scribe
+from akl_dist.bookkeeping.rollout_dump import ReplayOrder, ReplayReader
 from akl_dist.cluster.gather import gather
 from akl_dist.cluster.placement import layout
 from akl_dist.cluster.reserve import Reservation
+from akl_dist.config import models
 from akl_dist.config.compose import config_hash
 from akl_dist.config.schema import Config
+from akl_dist.contract.errors import CheckpointError
 from akl_dist.contract.records import Prompt
 from akl_dist.data.hub import model_folder
 from akl_dist.data.source import LoadedData, PromptSource
@@ -44,6 +48,10 @@ class Assembly:
     ) -> None:
         self._config, self._directory, self._resumed = config, directory, resumed
         self._run_id, self._model = str(config.run_id), str(model_folder(config.model.path))
+        replay = config.rollout.replay
+        assert loaded is not None or replay is not None, "only a replay runs without data"
+        order = None if replay is None else replay_order(replay, resumed)
+        source = prompt_source(loaded.train, resumed, seed=config.seed) if loaded is not None and order is None else None
         self.end_ids = end_ids(self._model)
         self._version = resumed.state.counters["policy_version"] if resumed else 0
         self._reservation = Reservation(layout(config), run_id=self._run_id, log_dir=directory.logs,
@@ -55,14 +63,11 @@ class Assembly:
         self._reference = self._make_reference()
         self.dump = Scribe(run_id=self._run_id, folder=directory.rollouts, timeout_s=config.rollout.timeout_s,
                            options=self._reservation.beside_driver("scribe")) if config.journal.dump_rollouts else None
-        self._engines, self._replay = None, None
-        if config.rollout.replay is None:
-            assert loaded is not None, "only a replay runs without data"
-            self._engines = self._make_engines()
-            self.prompts: PromptTaker = self._prompt_source(loaded)
-        else:
-            self._replay = self._make_replay(config.rollout.replay)
-            self.prompts = self._replay
+        self._engines = self._make_engines() if order is None else None
+        self._replay = None if order is None else self._make_replay(str(replay), order)
+        prompts = source or self._replay
+        assert prompts is not None
+        self.prompts: PromptTaker = prompts
         self.probe_prompts: list[Prompt] = loaded.train[:config.weight_sync.probe_sequences] if loaded else []
         self.stages = self._make_stages()
 
@@ -98,15 +103,9 @@ class Assembly:
             full_vocabulary=config.objective.kl.estimator == "full", timeout_s=config.reference.timeout_s)
         return ReferencePool(run_id=self._run_id, settings=settings, actor_options=self._reservation.options("reference"))
 
-    def _make_replay(self, folder: str) -> ReplayPool:
-        position = self._resumed.state.prompt_source["replayed_steps"] if self._resumed else 0
-        return ReplayPool(run_id=self._run_id, folder=folder, options=self._reservation.beside_driver("replay"),
-                          timeout_s=self._config.rollout.timeout_s, position=position, policy_version=self._version)
-
-    def _prompt_source(self, loaded: LoadedData) -> PromptSource:
-        if self._resumed:
-            return PromptSource.from_state(loaded.train, self._resumed.state.prompt_source)
-        return PromptSource(loaded.train, seed=self._config.seed)
+    def _make_replay(self, folder: str, order: ReplayOrder) -> ReplayPool:
+        return ReplayPool(run_id=self._run_id, folder=folder, order=order, options=self._reservation.beside_driver("replay"),
+                          timeout_s=self._config.rollout.timeout_s, policy_version=self._version)
 
     def _make_stages(self) -> Stages:
         rollout = self._engines or self._replay
@@ -142,16 +141,18 @@ class Assembly:
                         optimizer_steps=state.counters["optimizer_steps"], evaluations=evaluations)
 
     def save(self, progress: Progress) -> None:
-        """A whole checkpoint or none; older ones go only after this one is verified."""
+        """A whole checkpoint or none; older ones go only after this one is verified. Raises CheckpointError for a full disk."""
         config, root = self._config, self._directory.root
-        temporary = checkpoint.begin(root, progress.step)
-        self._learner.save(temporary)
         evaluation: dict[str, Any] = {name: None for name in ("initial", "best", "last")}
         evaluation |= {name: e.to_dict() for name, e in progress.evaluations.items()}
-        saved = checkpoint.commit(temporary, progress.step, CheckpointState(
+        state = CheckpointState(
             num_ranks=config.learner.num_ranks, config_hash=config_hash(config), prompt_source=self.prompts.state(),
             counters={"policy_version": progress.policy_version, "optimizer_steps": progress.optimizer_steps},
-            evaluation=evaluation, best_step=None))
+            evaluation=evaluation, best_step=None)
+        checkpoint.check_free_space(root, needed_bytes(config, root))
+        with checkpoint.saving(root, progress.step) as temporary:
+            self._learner.save(temporary)
+            saved = checkpoint.commit(temporary, progress.step, state)
         checkpoint.remove_old(root, saved, config.checkpoint.keep, ())
 
     def export(self, folder: Any) -> None:
@@ -181,3 +182,35 @@ class Versioned:
         report = self._inner.sync(policy_version, probe)
         self._moved(report.policy_version)
         return report
+
+
+def prompt_source(prompts: Sequence[Prompt], resumed: Checkpoint | None, *, seed: int) -> PromptSource:
+    """A run's prompts from the beginning, or from where the checkpoint was taken. Raises CheckpointError for a replay's."""
+    if resumed is None:
+        return PromptSource(prompts, seed=seed)
+    state = resumed.state.prompt_source
+    if "num_prompts" not in state:
+        raise CheckpointError(
+            f"{resumed.folder}: prompts", got=f"the checkpoint of a replay ({', '.join(sorted(state))})", stage="checkpoint",
+            expected="the position of a prompt source, for a run that samples",
+            remedy="Set rollout.replay to its dumps, or resume from a checkpoint of a run with engines.")
+    return PromptSource.from_state(prompts, state)
+
+
+def replay_order(folder: str, resumed: Checkpoint | None) -> ReplayOrder:
+    """Which dumps a replay of ``folder`` takes, from the first or from where the checkpoint was taken."""
+    dumped = ReplayReader(folder).steps
+    if resumed is None:
+        return ReplayOrder(dumped)
+    return ReplayOrder.resumed(dumped, step=resumed.step, prompt_source=resumed.state.prompt_source)
+
+
+def needed_bytes(config: Config, run_dir: Path) -> int:
+    """Bytes that the next checkpoint takes: those of the last one; before it 4 (master weights) + 8 (Adam's moments) and the
+    weight's own bytes a parameter; 0 where the model's sizes are not known."""
+    last = checkpoint.newest_size(run_dir)
+    if last is not None:
+        return last
+    sizes = models.sizes(config.model.path)
+    weight = 2 if config.model.dtype == "bfloat16" else 4
+    return sizes.num_parameters * (4 + 8 + weight) if sizes else 0

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from akl_dist.bookkeeping.console import printable
 from akl_dist.cluster import environment, preflight
 from akl_dist.cluster.placement import lacks, layout
 from akl_dist.cluster.plan_text import plan_text
@@ -21,7 +23,7 @@ from akl_dist.config import typed
 from akl_dist.config.compose import config_hash, from_yaml
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import not_run_yet, validate, warnings
-from akl_dist.contract.errors import AklError, ClusterError, ConfigError, DataError, UserError
+from akl_dist.contract.errors import AklError, ClusterError, ConfigError, DataError, RunError, UserError
 
 if TYPE_CHECKING:
     from akl_dist.bookkeeping.checkpoint import Checkpoint
@@ -44,7 +46,7 @@ def dry_run(config: Config) -> int:
             text += f"\n\n{load_data(config).report}"
     except AklError as error:
         return _complain(error, config)
-    print(text)
+    say(text)
     return 0
 
 
@@ -61,9 +63,10 @@ def load_data(config: Config) -> LoadedData:
     """Both sides of the data, tokenised; no accelerator is touched before this has succeeded."""
     from akl_dist.data.hub import model_folder
     from akl_dist.data.source import load
+    from akl_dist.verify.math import invalid_gold
 
     problems = 0 if config.rollout.replay is not None else config.evaluate.num_problems
-    loaded = load(config.data, model_folder(config.model.path), num_eval_problems=problems)
+    loaded = load(config.data, model_folder(config.model.path), num_eval_problems=problems, invalid_gold=invalid_gold)
     if len(loaded.train) < config.rollout.prompts_per_step:
         raise DataError("rollout.prompts_per_step", stage="data",
                         got=f"{config.rollout.prompts_per_step} with {len(loaded.train)} usable prompts",
@@ -77,12 +80,16 @@ def run(config: Config) -> int:
 
     config = dataclasses.replace(config, run_id=config.run_id or new_run_id())
     directory = RunDirectory(Path(config.output_dir) / config.experiment / str(config.run_id))
-    previous = directory.read_result()
+    try:
+        previous = directory.read_result()
+    except AklError as error:  # a damaged result.json stays as it is: a person decides what it was worth
+        return _complain(error, config)
     if previous and previous["status"] == "finished" and previous["steps"] >= config.steps and config.resume == "auto":
         print(f"run {config.run_id} is finished ({previous['steps']} steps): {directory.result}\n{directory.result.read_text()}")
         return 0
     attempt = Attempt(config, directory)
     try:
+        check_writable(directory.root)
         code = attempt.execute()
     except AklError as error:
         attempt.write_result("failed", failure_record(error))
@@ -91,17 +98,35 @@ def run(config: Config) -> int:
         attempt.write_result("interrupted", None)
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_EXIT[signal.SIGINT]
+    except SystemExit as error:  # Ray's own SIGTERM handler, before ours is back in place
+        attempt.write_result("interrupted", None)
+        return INTERRUPTED_EXIT[signal.SIGTERM] if error.code == signal.SIGTERM else 1
+    except OSError as error:
+        attempt.write_result("failed", failure_record(error))
+        return _complain(RunError("file system", got=str(error), expected="files that can be written and read", stage="run",
+                                  remedy="Free space or mend permissions, then resume with the same run_id."), config)
     except Exception as error:
         attempt.write_result("failed", failure_record(error))
         raise
     return code
 
 
+def check_writable(folder: Path) -> None:
+    """Raise UserError when the run directory cannot be made or written, before anything is loaded."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError("output_dir", got=f"{folder}: {error.strerror}", expected="a folder that can be written",
+                        remedy="Set output_dir to another folder.", stage="config") from error
+
+
 def _complain(error: AklError, config: Config) -> int:
     if config.debug:
         raise error
     where = f" [{error.stage}{' ' + error.actor if error.actor else ''}]" if not isinstance(error, ConfigError) else ""
-    print(f"error{where}: {error}", file=sys.stderr, flush=True)
+    print(printable(f"error{where}: {error}", sys.stderr), file=sys.stderr, flush=True)
     return error.exit_code
 
 
@@ -152,6 +177,10 @@ class Attempt:
         found = find(self.directory.root, config.resume, num_ranks=config.learner.num_ranks)
         if found.checkpoint is not None:
             say(found.reason)
+            done = found.checkpoint.step
+            if done > config.steps or (done == config.steps and config.resume != "auto"):
+                raise UserError("steps", got=str(config.steps), expected=f"more than the checkpoint's {done}", stage="config",
+                                remedy=f"Set steps above {done}, or resume from an earlier checkpoint.")
             if found.checkpoint.state.config_hash != config_hash(config) and self.directory.config.exists():
                 say(f"note: keys that differ from the earlier attempt: {', '.join(self._changed_keys()) or 'none recorded'}")
         self.directory = RunDirectory.create(config.output_dir, config.experiment, str(config.run_id), typed.plain(config))
@@ -163,6 +192,11 @@ class Attempt:
         from akl_dist.bookkeeping.journal import new_run_id
 
         root = self.directory.root
+        inputs = (self.config.rollout.replay, self.config.model.path, self.config.data.path, self.config.data.eval_path)
+        inside = [path for path in inputs if path and root.resolve() in Path(path).resolve().parents]
+        if inside:
+            raise UserError("run_id", got=f"{root.name}, whose directory holds {inside[0]}", expected="another run_id",
+                            stage="config", remedy="resume=never moves the earlier directory aside, input included.")
         if self.directory.metrics.exists() or (self.directory.checkpoints.is_dir() and any(self.directory.checkpoints.iterdir())):
             kept = root.with_name(f"{root.name}.before-{new_run_id()}")
             root.rename(kept)
@@ -234,7 +268,11 @@ class Attempt:
         if seen:
             say("\n" + before_after_table(seen["initial"].to_dict(), seen["last"].to_dict()))
         say(activity_summary(read_metrics(self.directory.metrics)))
-        say(f"\nlearning curve: {draw(self.directory.root)}\nmodel: {self.directory.hf}\nresult: {self.directory.result}")
+        try:
+            say(f"\nlearning curve: {draw(self.directory.root)}")
+        except (AklError, OSError, ValueError) as error:  # the run is finished and saved: a picture does not change that
+            say(f"\nwarning: no learning curve: {error}")
+        say(f"model: {self.directory.hf}\nresult: {self.directory.result}")
         return 0
 
     def write_result(self, status: str, failure: dict[str, str] | None, progress: Progress | None = None) -> None:
@@ -248,12 +286,15 @@ class Attempt:
             evaluations |= {name: evaluation.to_dict() for name, evaluation in progress.evaluations.items()}
         elif earlier is not None:  # this attempt ended before it had taken up the earlier one's work
             steps, evaluations = earlier["steps"], earlier["evaluation"]
-        self.directory.root.mkdir(parents=True, exist_ok=True)
-        self.directory.write_result(status, steps=steps, first_failure=failure, evaluation=evaluations)
+        try:
+            self.directory.root.mkdir(parents=True, exist_ok=True)
+            self.directory.write_result(status, steps=steps, first_failure=failure, evaluation=evaluations)
+        except OSError as error:
+            print(f"error: result.json ({status}) cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
     """A whole line for people."""
-    print(message, flush=True)
+    print(printable(message, sys.stdout), flush=True)
 
 

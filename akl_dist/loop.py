@@ -21,6 +21,7 @@ from akl_dist.summaries import (
     rollout_metrics,
     summarise_evaluation,
     verify_metrics,
+    weight_sync_metrics,
 )
 from akl_dist.training_batch import training_groups
 
@@ -126,10 +127,7 @@ def one_step(run: Run, progress: Progress) -> tuple[Progress, dict[str, float], 
         report = stages.weight_sync.sync(progress.policy_version + 1, rollouts[:config.weight_sync.probe_sequences])
     metrics: dict[str, float] = {"policy_version": report.policy_version}
     metrics |= rollout_metrics(rollouts, seconds=spans.seconds["rollout"]) | verify_metrics(judged)
-    metrics |= roles_metrics(labelled) | objective_metrics(groups) | dict(update.metrics)
-    metrics |= {"weight_sync/seconds": report.seconds, "weight_sync/bytes": report.bytes,
-                "weight_sync/logprob_gap": report.gap_mean, "weight_sync/logprob_gap_p99": report.gap_p99,
-                "weight_sync/logprob_gap_max": report.gap_max}
+    metrics |= roles_metrics(labelled) | objective_metrics(groups) | dict(update.metrics) | weight_sync_metrics(report)
     progress = replace(progress, step=step, policy_version=report.policy_version,
                        optimizer_steps=progress.optimizer_steps + update.optimizer_steps)
     return progress, metrics | spans.metrics(), groups
@@ -144,7 +142,7 @@ def evaluated(run: Run, progress: Progress) -> Progress:
     reference = stages.reference.score(rollouts)
     evaluation = summarise_evaluation(
         rollouts, stages.verify.collect(ticket), reference, step=progress.step, policy_version=progress.policy_version,
-        data_set=run.evaluation_prompts[0].source, seed=config.evaluate.seed,
+        seed=config.evaluate.seed,
     )
     progress = progress.with_evaluation(evaluation)
     run.recorder.evaluation_done(progress)

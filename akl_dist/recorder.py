@@ -38,11 +38,8 @@ class StepRecorder:
         self._alarms.check(step, metrics)
 
     def evaluation_done(self, progress: Progress) -> None:
-        self.progress, e = progress, progress.evaluations["last"]
-        self._console.say(
-            f"evaluation after step {e.step} on {e.data_set}: avg@{e.samples} {100 * e.accuracy:.1f} % "
-            f"+- {100 * e.accuracy_standard_error:.1f} ({e.problems} held-out problems, sampling seed {e.seed}), "
-            f"response {e.response_tokens:.1f} tokens, KL {e.kl_per_token:.4f}")
+        self.progress = progress
+        self._console.say(progress.evaluations["last"].text())
 
 
 class Alarms:
@@ -72,6 +69,10 @@ class Alarms:
 
     def _report_votes(self, metrics: dict[str, float]) -> None:
         ratios = likelihood_ratios([int(metrics[f"roles/votes_{i:03b}"]) for i in range(8)])
+        answer = sum(metrics[f"roles/votes_{i:03b}"] for i in range(8) if i.bit_count() >= 2)
+        if not answer:
+            self._say("role votes: no token has the role answer in this step")
+            return
         words = ", ".join(f"{name} {'never on reasoning' if ratio is None else format(ratio, '.1f')}"
                           for name, ratio in ratios.items())
         self._say(f"role votes, P(vote | answer) / P(vote | reasoning): {words}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from akl_dist.contract.errors import VerifierFault
-from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup, Status, TrainingGroup
+from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup, Status, SyncReport, TrainingGroup
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> dict[str, float]:
@@ -62,10 +62,21 @@ def objective_metrics(groups: Sequence[TrainingGroup]) -> dict[str, float]:
     }
 
 
+def weight_sync_metrics(report: SyncReport) -> dict[str, float]:
+    """Cost and remaining log-prob gap of a sync; empty where nothing was transferred (a run without engines)."""
+    if report.buckets == 0:
+        return {}
+    return {"weight_sync/seconds": report.seconds, "weight_sync/bytes": report.bytes, "weight_sync/logprob_gap": report.gap_mean,
+            "weight_sync/logprob_gap_p99": report.gap_p99, "weight_sync/logprob_gap_max": report.gap_max}
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """avg@k over held-out problems. Standard errors are clustered by problem (samples of one problem are not independent).
 
+    The fields are over all problems (``accuracy`` judges which evaluation is best); ``data_set`` joins the names of the
+    sources with ``+``, and ``by_source`` holds the same figures of each source (itself without a ``by_source``). A source
+    without any verdict is absent from it.
     ``kl_per_token`` is the mean of k3 under the sampling policy: an estimate of KL(policy || reference) in nats a token.
     """
 
@@ -83,8 +94,12 @@ class Evaluation:
     truncated_fraction: float
     no_answer_fraction: float
     kl_per_token: float
+    by_source: Mapping[str, Evaluation] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
+        """``evaluate/<source>/...`` of every source; sources differ too much for a metric of their mixture."""
+        if self.by_source:
+            return {name: value for one in self.by_source.values() for name, value in one.metrics().items()}
         prefix = f"evaluate/{self.data_set}/"
         return {
             f"{prefix}avg_at_{self.samples}": self.accuracy,
@@ -98,30 +113,68 @@ class Evaluation:
             f"{prefix}kl_per_token": self.kl_per_token,
         }
 
+    def text(self) -> str:
+        """For people: one line, and with several sources one more for each."""
+        first = f"evaluation after step {self.step} on {self.data_set}: {self._figures()}"
+        if not self.by_source or set(self.by_source) == {self.data_set}:
+            return first
+        return "\n".join([first, *(f"  {name}: {one._figures()}" for name, one in self.by_source.items())])
+
+    def _figures(self) -> str:
+        return (f"avg@{self.samples} {100 * self.accuracy:.1f} % +- {100 * self.accuracy_standard_error:.1f} "
+                f"({self.problems} held-out problems, sampling seed {self.seed}), "
+                f"response {self.response_tokens:.1f} tokens, KL {self.kl_per_token:.4f}")
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain containers for JSON; the entries of ``by_source`` have the same fields."""
+        fields = asdict(self)
+        for one in fields["by_source"].values():
+            del one["by_source"]
+        return fields
 
     @staticmethod
-    def from_dict(fields: Mapping[str, object]) -> Evaluation:
-        return Evaluation(**fields)  # type: ignore[arg-type]
+    def from_dict(fields: Mapping[str, Any]) -> Evaluation:
+        """Inverse of :meth:`to_dict`."""
+        by_source = {name: Evaluation.from_dict(one) for name, one in fields.get("by_source", {}).items()}
+        return Evaluation(**{**fields, "by_source": by_source})
 
 
 def summarise_evaluation(
     rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup], reference: Sequence[ReferenceGroup], *,
-    step: int, policy_version: int, data_set: str, seed: int,
+    step: int, policy_version: int, seed: int,
 ) -> Evaluation:
-    """One :class:`Evaluation` from the three records of each problem (joined by prompt id, counts asserted)."""
+    """One :class:`Evaluation` from the three records of each problem (joined by prompt id, counts asserted).
+
+    Raises:
+        VerifierFault: no verdict at all.
+    """
     for r, j, s in zip(rollouts, judged, reference, strict=True):
         assert r.prompt.prompt_id == j.prompt_id == s.prompt_id, "evaluation records out of order"
         assert len(r.response_lengths) == len(j.verdicts) == len(s.kl_k3), "evaluation records of different sizes"
-    means = []
-    for group in judged:
-        decided = [v for v in group.verdicts if v.status.trains]
-        if decided:
-            means.append(sum(v.status is Status.OK for v in decided) / len(decided))
-    if not means:
+    if not _problem_means(judged):
         raise VerifierFault("evaluation", got=f"no verdict on any of {len(judged)} problems", expected="at least one",
                             stage="verify", remedy="Look at the reasons in the verify logs; verify.timeout_s may be too short.")
+    rows = list(zip(rollouts, judged, reference, strict=True))
+    by_source: dict[str, Evaluation] = {}
+    for source in sorted({r.prompt.source for r in rollouts}):
+        of_source = [row for row in rows if row[0].prompt.source == source]
+        if _problem_means([j for _, j, _ in of_source]):
+            by_source[source] = _summary(of_source, source, step=step, policy_version=policy_version, seed=seed)
+    data_set = "+".join(sorted({r.prompt.source for r in rollouts}))
+    return replace(_summary(rows, data_set, step=step, policy_version=policy_version, seed=seed), by_source=by_source)
+
+
+def _problem_means(judged: Sequence[JudgedGroup]) -> list[float]:
+    """Accuracy of each problem that has a verdict."""
+    decided = [[v for v in group.verdicts if v.status.trains] for group in judged]
+    return [sum(v.status is Status.OK for v in verdicts) / len(verdicts) for verdicts in decided if verdicts]
+
+
+def _summary(
+    rows: Sequence[tuple[RolloutGroup, JudgedGroup, ReferenceGroup]], data_set: str, *, step: int, policy_version: int, seed: int,
+) -> Evaluation:
+    rollouts, judged, reference = zip(*rows, strict=True)
+    means = _problem_means(judged)
     verdicts = [v for g in judged for v in g.verdicts]
     lengths = [n for g in rollouts for n in g.response_lengths]
     spans = [n for g in judged for n in g.answer_span_tokens if n > 0]

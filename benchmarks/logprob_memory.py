@@ -83,6 +83,8 @@ def main() -> int:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
         results[way] = json.loads(done.stdout.splitlines()[-1])
     ratio = results["chunked"]["peak_bytes"] / results["naive"]["peak_bytes"]
+    for way, one in results.items():
+        print(f"{way:<9}{one['peak_bytes'] / 2**20:>8.0f} MiB at the peak{one['seconds']:>9.1f} s")
     print(
         json.dumps(
             {
@@ -91,6 +93,7 @@ def main() -> int:
                 "naive_peak_bytes": results["naive"]["peak_bytes"],
                 "chunked_peak_bytes": results["chunked"]["peak_bytes"],
                 "ratio": round(ratio, 4),
+                "max_ratio": options.max_ratio,
                 "naive_s": round(results["naive"]["seconds"], 3),
                 "chunked_s": round(results["chunked"]["seconds"], 3),
                 "logp_mean_difference": abs(results["naive"]["logp_mean"] - results["chunked"]["logp_mean"]),

@@ -67,7 +67,7 @@ RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-120}" "$RAY" start --head 
 HEAD_PID=$!
 
 deadline=$((SECONDS + START_TIMEOUT_S))
-until "$RAY" job list >/dev/null 2>&1; do
+until "$RAY" job submit --no-wait -- true >/dev/null 2>&1; do  # the job list answers before the agent that runs jobs is there
   if ! kill -0 "$HEAD_PID" 2>/dev/null || ((SECONDS >= deadline)); then
     echo "the Ray head did not start within $START_TIMEOUT_S s; its output:" >&2
     cat "$TEMP_DIR/head.log" >&2

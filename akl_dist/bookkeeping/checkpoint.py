@@ -1,8 +1,9 @@
 """Checkpoints that are whole or absent, verified, and self-describing.
 
 Layout: ``checkpoints/step_000012/`` with the learner's own files and ``manifest.json``. A save goes
-:func:`begin` -> the stages write into the temporary folder -> :func:`commit`. A checkpoint is complete only when its
-manifest exists; the folder takes its name last, so a run killed in between leaves a ``.tmp_`` folder that nobody reads.
+:func:`begin` -> the stages write into the temporary folder -> :func:`commit`, inside :func:`saving`, which removes what a failed
+save leaves. A checkpoint is complete only when its manifest exists; the folder takes its name last, so a run killed in between
+leaves a ``.tmp_`` folder that nobody reads.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +77,33 @@ def begin(run_dir: Path, step: int) -> Path:
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     return temporary
+
+
+@contextmanager
+def saving(run_dir: Path, step: int) -> Iterator[Path]:
+    """:func:`begin`'s folder for the body to fill and commit. When the body fails nothing of it stays.
+
+    Raises CheckpointError for an OSError of the body (a full disk, say); other errors pass unchanged.
+    """
+    temporary: Path | None = None
+    try:
+        temporary = begin(run_dir, step)
+        yield temporary
+    except BaseException as error:  # whatever stopped it, a half-written folder only takes space
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _error(f"saving the checkpoint of step {step} in {run_dir}", f"{type(error).__name__}: {error}", "a whole save",
+                         "Free space or mend the disk; the same run_id goes on from the checkpoint before it.") from error
+        raise
+
+
+def newest_size(run_dir: Path) -> int | None:
+    """Bytes of the newest complete checkpoint, None without one: what the next one is going to take."""
+    complete = _complete(run_dir)
+    if not complete:
+        return None
+    return sum(p.stat().st_size for p in complete[max(complete)].rglob("*") if p.is_file())
 
 
 def check_free_space(run_dir: Path, needed_bytes: int) -> None:
@@ -155,22 +184,19 @@ def verify(folder: Path) -> Checkpoint:
 def find(run_dir: Path, resume: str, *, num_ranks: int) -> Found:
     """What ``resume=`` leads to, one of three outcomes.
 
-    * resumed: a verified checkpoint of the same topology (``auto``: the newest complete one of ``run_dir``, by the step
-      stored inside; otherwise the folder named);
+    * resumed: a verified checkpoint of the same topology (``auto``: the newest of ``run_dir``, by the step stored
+      inside; otherwise the folder named);
     * nothing: ``never``, or ``auto`` without any checkpoint (temporary folders of a killed save do not count);
-    * CheckpointError: found but unusable. It is never skipped silently in favour of an older one.
+    * CheckpointError: found but unusable, a ``step_*`` folder without manifest included. It is never skipped
+      silently in favour of an older one.
     """
     if resume == "never":
         return Found("nothing", None, "resume=never")
     if resume == "auto":
         folders = _step_folders(run_dir)
-        complete = [f for f in folders if (f / MANIFEST).is_file()]
         if not folders:
             return Found("nothing", None, f"no checkpoint in {run_dir}")
-        if not complete:
-            raise _error(str(run_dir / "checkpoints"), f"{len(folders)} checkpoints without {MANIFEST}",
-                         "a complete checkpoint", "Start anew with resume=never and another run_id.")
-        folder = max(complete, key=_stored_step)
+        folder = max(folders, key=_stored_step)
     else:
         folder = Path(resume)
         if not folder.is_dir():
@@ -189,12 +215,17 @@ def _step_folders(run_dir: Path) -> list[Path]:
     return [p for p in root.iterdir() if p.is_dir() and _FOLDER.fullmatch(p.name)] if root.is_dir() else []
 
 
+def _complete(run_dir: Path) -> dict[int, Path]:
+    """Step -> folder of the checkpoints that have a manifest."""
+    return {_stored_step(f): f for f in _step_folders(run_dir) if (f / MANIFEST).is_file()}
+
+
 def _stored_step(folder: Path) -> int:
     """The step inside the manifest; the folder's number where the manifest is damaged, so that the damage is reported
     instead of an older checkpoint being taken."""
     try:
         return int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return int(folder.name.removeprefix("step_"))
 
 
@@ -214,7 +245,7 @@ def remove_old(run_dir: Path, newest: Checkpoint, keep: int, protected: Collecti
     """
     best = newest.state.best_step
     stay = {*protected, newest.step, *(() if best is None else (best,))}
-    complete = {_stored_step(f): f for f in _step_folders(run_dir) if (f / MANIFEST).is_file()}
+    complete = _complete(run_dir)
     removed = prune((step for step in complete if step <= newest.step), keep, stay)
     for step in removed:
         _remove(complete[step])

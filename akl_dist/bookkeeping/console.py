@@ -21,6 +21,12 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def printable(message: str, stream: TextIO) -> str:
+    """``message`` with what the stream's encoding cannot show escaped."""
+    encoding = stream.encoding or "ascii"
+    return message.encode(encoding, "backslashreplace").decode(encoding)
+
+
 class Console:
     """Progress on ``stream`` (messages for people; results go to files and to the final table).
 
@@ -65,8 +71,7 @@ class Console:
     def say(self, message: str) -> None:
         """A whole line (or several). Characters that the stream cannot show are escaped, not fatal."""
         self._clear()
-        encoding = self._stream.encoding or "ascii"
-        self._stream.write(message.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.write(printable(message, self._stream) + "\n")
         self._stream.flush()
 
     def final(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:

@@ -30,8 +30,9 @@ def held_out(
     """Data set -> step -> value, from the metrics and from result.json (the evaluation before step 1 is only there)."""
     points: dict[str, dict[int, float]] = {}
     for evaluation in (result or {}).get("evaluation", {}).values():
-        if evaluation and field in evaluation:
-            points.setdefault(evaluation["data_set"], {})[evaluation["step"]] = evaluation[field]
+        for one in ((evaluation.get("by_source") or {"": evaluation}).values() if evaluation else ()):
+            if field in one:
+                points.setdefault(one["data_set"], {})[one["step"]] = one[field]
     for row in rows:
         for key, value in row.items():
             prefix, _, rest = key.partition("/")

@@ -111,8 +111,19 @@ class RunDirectory:
         write_text(self.result, strict_json(result, indent=2) + "\n")
 
     def read_result(self) -> dict[str, Any] | None:
-        """The result of an earlier attempt, None when there is none."""
-        return json.loads(self.result.read_text(encoding="utf-8")) if self.result.exists() else None
+        """The result of an earlier attempt, None when there is none. Raises RunError for a damaged file."""
+        if not self.result.exists():
+            return None
+        try:
+            result = json.loads(self.result.read_text(encoding="utf-8"))
+            what = "" if isinstance(result, dict) and result.get("status") in STATUSES and {"steps", "evaluation"} <= set(
+                result) else "JSON that is no result"
+        except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+            result, what = {}, f"an empty or damaged file ({error})"
+        if what:
+            raise RunError(str(self.result), got=what, expected="a result as write_result writes it (status, steps, evaluation)",
+                           remedy="Remove the file (metrics and checkpoints stay and are resumed from), or use another run_id.")
+        return result
 
 
 def failure_record(error: BaseException, *, stage: str = "run", actor: str = "") -> dict[str, str]:

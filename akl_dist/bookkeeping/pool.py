@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from akl_dist.bookkeeping.rollout_dump import DumpRow, ReplayReader, dump_path, rows_of_group, write_rollouts
+from akl_dist.bookkeeping.rollout_dump import DumpRow, ReplayOrder, ReplayReader, dump_path, rows_of_group, write_rollouts
 from akl_dist.cluster import actor
 from akl_dist.cluster.gather import fetch, gather, store
 from akl_dist.contract.errors import DataError
@@ -74,16 +74,16 @@ class ReplayActor:
 class ReplayPool:
     """Rollout stage, prompt source and weight sync of a run without engines (``rollout.replay``).
 
-    A run's step N takes the N-th dump of the folder. The dump stands for what the present policy drew, so its groups carry
-    the present version; how far they are from it shows in ``objective/rollout_mismatch_mean``.
+    Which dump a step takes is the part of ``order`` (:class:`ReplayOrder`). The dump stands for what the present policy
+    drew, so its groups carry the present version; how far they are from it shows in ``objective/rollout_mismatch_mean``.
     """
 
     def __init__(
-        self, *, run_id: str, folder: str, options: Mapping[str, Any], timeout_s: float, position: int = 0, policy_version: int = 0,
+        self, *, run_id: str, folder: str, order: ReplayOrder, options: Mapping[str, Any], timeout_s: float,
+        policy_version: int = 0,
     ) -> None:
-        self._reader_steps = list(ReplayReader(folder).steps)
         self._name, self._timeout_s = f"rollout/{run_id}/replay", timeout_s
-        self._position, self._version = position, policy_version
+        self._order, self._version = order, policy_version
         self._actor: Any = ray.remote(ReplayActor).options(**options, name=self._name, max_restarts=0).remote(
             str(Path(folder).resolve()))
         self._next: list[RolloutGroup] = []
@@ -93,11 +93,7 @@ class ReplayPool:
 
     def take(self, n: int) -> list[Prompt]:
         """The prompts of the next dump. Raises DataError when there is none, or when it has another number of prompts."""
-        if self._position >= len(self._reader_steps):
-            raise DataError("rollout.replay", got=f"{len(self._reader_steps)} dumped steps", stage="rollout",
-                            expected=f"a dump for step {self._position + 1}",
-                            remedy=f"Set steps={len(self._reader_steps)} or less.")
-        step = self._reader_steps[self._position]
+        step = self._order.take()
         ref = self._actor.groups.remote(step, self._version, self._name)
         groups = gather({self._name: ref}, timeout_s=self._timeout_s, stage="rollout", doing=f"reading the dump of step {step}")
         self._next = groups[self._name]
@@ -105,11 +101,10 @@ class ReplayPool:
             raise DataError(f"rollout.replay, step {step}", got=f"{len(self._next)} prompts", stage="rollout",
                             expected=f"{n} (rollout.prompts_per_step)",
                             remedy=f"Set rollout.prompts_per_step={len(self._next)}.")
-        self._position += 1
         return [group.prompt for group in self._next]
 
     def state(self) -> dict[str, Any]:
-        return {"replayed_steps": self._position}
+        return self._order.state()
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[RolloutGroup]:
         """The groups of the dump that :meth:`take` has read."""
@@ -122,7 +117,7 @@ class ReplayPool:
         return self._next
 
     def sync(self, policy_version: int, probe: Sequence[RolloutGroup]) -> SyncReport:
-        """No engine to bring weights to: only the version moves."""
+        """No engine to bring weights to: only the version moves. The report's 0 buckets say that nothing was transferred."""
         self._version = policy_version
         return SyncReport(policy_version, 0.0, 0, 0, 0.0, 0.0, 0.0)
 

@@ -6,7 +6,7 @@ The functions take resolved arrays and know no cluster: whoever holds the arrays
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,55 @@ def _group(path: Path, table: pa.Table) -> ReplayGroup:
         finish_reasons=tuple(column("finish_reason")),
         policy_version=versions.pop(),
     )
+
+
+class ReplayOrder:
+    """Which dump a run's next step takes. Pure.
+
+    Step N takes the dump of step N, or the N-th dump where the numbers do not start at 1. A run that goes on from the
+    checkpoint of step N - 1 of a normal run takes the dump of step N, wherever the numbers start; one that goes on from a
+    replay's checkpoint takes the dump after the last one that was replayed.
+
+    Args:
+        dumped: steps that have a dump; at least one.
+        last: the dump before the next one, 0 before the first.
+    """
+
+    def __init__(self, dumped: Sequence[int], *, last: int = 0) -> None:
+        self._dumped, self._last = sorted(dumped), last
+
+    @classmethod
+    def resumed(cls, dumped: Sequence[int], *, step: int, prompt_source: Mapping[str, Any]) -> ReplayOrder:
+        """Go on from a checkpoint of ``step`` with this ``prompt_source`` state, a replay's (:meth:`state`) or a normal one.
+
+        Raises DataError when a normal run's next step has no dump.
+        """
+        if "last_dump" in prompt_source:
+            return cls(dumped, last=prompt_source["last_dump"])
+        order = cls(dumped, last=step)
+        if step + 1 not in dumped:
+            raise order._missing(f"a dump of step {step + 1}, to go on from the checkpoint of step {step}",
+                                 "Resume from the checkpoint before a dumped step, or start anew with resume=never.")
+        return order
+
+    def take(self) -> int:
+        """The next dump's step. Raises DataError when there is none, or a gap where dumps go by their numbers."""
+        following = [step for step in self._dumped if step > self._last]
+        if not following:
+            raise self._missing(f"a dump after step {self._last}", "Lower steps, or name a folder with more dumps.")
+        if self._dumped[0] == 1 and following[0] != self._last + 1:
+            raise DataError("rollout.replay", got=f"no dump of step {self._last + 1}, the next is {following[0]}", stage="rollout",
+                            expected="consecutive steps from 1 on", remedy="Dump the missing step, or remove the dumps before it.")
+        self._last = following[0]
+        return self._last
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint stores in the place of a prompt source's position."""
+        return {"last_dump": self._last}
+
+    def _missing(self, expected: str, remedy: str) -> DataError:
+        got = f"{len(self._dumped)} dumped steps, {self._dumped[0]} to {self._dumped[-1]}"
+        return DataError("rollout.replay", got=got, expected=expected, remedy=remedy, stage="rollout")
 
 
 class ReplayReader:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 import ray
 
-from akl_dist.cluster.environment import resolve_address
+from akl_dist.cluster.environment import reachable, resolve_address
 from akl_dist.cluster.gather import unwatch, watch
 from akl_dist.contract.errors import ClusterError
 
@@ -48,6 +48,11 @@ def connect(address: str, *, num_cpus: int | None, object_store_mib: int, say: C
             if child.name() == "raylet":
                 watch(child)
         return Connection("local", own=True)
+    if not reachable(target):
+        raise ClusterError(
+            "cluster.address", got=f"nothing answers at {target}", expected="a Ray cluster, as host:port", stage="cluster",
+            remedy="Start it (ray start --head), correct the address or RAY_ADDRESS, or use cluster.address=local.",
+        )
     try:
         ray.init(address=target, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -69,6 +74,9 @@ def _group_of_its_own() -> Iterator[None]:
     saves; Ray's processes would end at once and take the step with them. A process leaves its group by joining another one,
     so a placeholder holds the new group open while this process starts the cluster from inside it.
     """
+    if os.getsid(0) == os.getpid():  # a session leader cannot leave its group; then a signal to all ends the run with an error
+        yield
+        return
     before = os.getpgrp()
     placeholder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)  # ends with us
     try:

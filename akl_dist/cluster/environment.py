@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from pathlib import Path
 
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+REACHABLE_TIMEOUT_S = 5.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
          "TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
          "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error"}
@@ -31,11 +33,22 @@ def resolve_address(address: str) -> str | None:
     if named:
         return None if named == "local" else named
     try:
-        if CURRENT_CLUSTER.stat().st_uid == os.getuid():
-            return CURRENT_CLUSTER.read_text().strip() or None
+        found = CURRENT_CLUSTER.read_text().strip() if CURRENT_CLUSTER.stat().st_uid == os.getuid() else ""
     except OSError:
         return None
-    return None
+    return found if found and reachable(found) else None  # the file outlives its cluster
+
+
+def reachable(address: str) -> bool:
+    """Whether something accepts connections at ``host:port`` within a few seconds (Ray itself would wait for minutes)."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return False
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE_TIMEOUT_S):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False
 
 
 def prepare(address: str) -> None:

@@ -50,7 +50,7 @@ RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("rollout.tensor_parallel_size", 1, math.inf, True),
     ("rollout.prompts_per_step", 1, math.inf, True),
     ("rollout.group_size", 1, math.inf, True),
-    ("rollout.temperature", 0, math.inf, False),
+    ("rollout.temperature", 0.01, math.inf, True),  # vLLM raises smaller ones to this, or samples greedily
     ("rollout.max_response_tokens", 1, math.inf, True),
     ("rollout.kv_cache_gib", 0, math.inf, False),
     ("rollout.gpu_memory_utilization", 0, 1, False),

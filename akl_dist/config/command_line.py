@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from akl_dist.config.compose import compose_plain, group_choices
 from akl_dist.contract.errors import ConfigError, UserError, nearest
 
 OPTIONS = {"-m": "multirun", "--multirun": "multirun", "-h": "help", "--help": "help"}
+MAY_BE_EMPTY = ("data.prompt_suffix", "data.system_prompt")  # the empty text means something else than null
 NEVER_SWEPT = ("run_id", "output_dir", "resume")
 
 
@@ -180,9 +182,10 @@ class _Checker:
         for value in _values(override):
             if isinstance(value, str) and "${" in value:
                 continue  # an interpolation: its type shows after composition
-            if value == "":
+            if value == "" and not (key in MAY_BE_EMPTY and _is_quoted(override)):
+                empty = f", '{key}=\"\"' for the empty text" if key in MAY_BE_EMPTY else ""
                 self.problems.append(_problem(key, got=f"{key}= (nothing)", expected=typed.expected_type(hint),
-                                              remedy="Give a value (null for none)."))
+                                              remedy=f"Give a value (null for none{empty})."))
                 return None
             if typed.is_text(key) and isinstance(value, (bool, int, float)) and not override.is_sweep_override():
                 return f"{key}={_quoted(line.partition('=')[2].strip())}"  # run_id=123_4 is a name, not the number 1234
@@ -223,7 +226,7 @@ def _parse(line: str, problems: list[UserError]) -> Override | None:
         key, equals, value = line.partition("=")
         if typed.is_text(key) and not re.search(r"""['"\\\[\]{}]|^(choice|range|glob|interval|shuffle|sort|tag|str)\(""", value):
             return OverridesParser.create().parse_overrides([f"{key}={_quoted(value)}"])[0]  # a path such as "/a (b)/c=d"
-        remedy = f"Quote the value twice, for the shell and for the grammar: '{key}=\"{value}\"'." if equals else (
+        remedy = f"Quote the value twice, for the shell and for the grammar: {_for_shell(key, value)}." if equals else (
             f"Write key=value; for an experiment +exp={line}.")
         problems.append(_problem(line, got="an argument that cannot be read", expected="key=value", remedy=remedy))
         return None
@@ -267,6 +270,18 @@ def _problem(subject: str, *, got: str, expected: str, remedy: str) -> UserError
 
 def _quoted(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
+
+
+def _for_shell(key: str, value: str) -> str:
+    """``key=value`` as typed into a shell, for a text that Hydra's grammar could not read; outer quotes are taken as quotes."""
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1]
+    return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
+
+
+def _is_quoted(override: Override) -> bool:
+    """Whether an empty value was written as ``""``; inside a sweep Hydra reads no other kind of it."""
+    return override.is_sweep_override() or isinstance(override._value, QuotedString)
 
 
 def _shown(value: Any) -> str:

@@ -59,6 +59,9 @@ def warnings(config: Config) -> list[str]:
         found.append("learner.lr=0: the weights never change.")
     if config.evaluate.num_problems == 0:
         found.append("evaluate.num_problems=0: no evaluation before, during or after training.")
+    elif rollout.replay is not None:
+        found.append(f"rollout.replay={rollout.replay}: recorded rollouts are trained on, so there is no evaluation "
+                     f"(evaluate.num_problems={config.evaluate.num_problems} has no effect) and no weight sync.")
     judged = rollout.prompts_per_step * rollout.group_size / config.verify.num_workers * config.verify.timeout_s
     if config.verify.batch_timeout_s < 0.02 * judged:
         found.append(f"verify.batch_timeout_s={config.verify.batch_timeout_s:g} ends a batch in which 2 % of the judgements "
@@ -127,14 +130,28 @@ def _files(config: Config) -> Problems:
                        "Write data.path=FILE or data.name=HUB_NAME.", DataError)
     if data.path is not None and data.name is not None:
         yield _problem("data.name", data.name, "null beside data.path", "Leave one of the two out.", DataError)
+    elif data.recipe == "tiny" and data.name is not None:
+        yield _problem("data.name", data.name, "null with data.recipe=tiny, whose problems are generated: nothing reads it",
+                       "Leave data.name out, or choose the data set's recipe (data=generic for one of your own).", DataError)
     replay = config.rollout.replay
-    if replay is not None and not (Path(replay).is_dir() and any(Path(replay).glob("*.parquet"))):
-        yield _problem("rollout.replay", replay, "a folder of rollout dumps (step_*.parquet)",
-                       "Name the rollouts folder of a run directory.", DataError)
-    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
-        close = nearest(config.resume, ("auto", "never"))
-        yield _problem("resume", config.resume, "auto, never, or an existing checkpoint folder",
+    if replay is not None:
+        folder = Path(replay) / "rollouts" if (Path(replay) / "rollouts").is_dir() else Path(replay)
+        if not any(folder.glob("step_*.parquet")):
+            yield _problem("rollout.replay", replay, "a run directory with rollout dumps, or its rollouts folder (step_*.parquet)",
+                           "Name a run directory that was made with journal.dump_rollouts=true.", DataError)
+    yield from _resume(config.resume)
+
+
+def _resume(resume: str) -> Problems:
+    if resume in ("auto", "never"):
+        return
+    if not Path(resume).is_dir():
+        close = nearest(resume, ("auto", "never"))
+        yield _problem("resume", resume, "auto, never, or an existing checkpoint folder",
                        f"Write resume={close}." if close else "Check the path.")
+    elif not (Path(resume) / "manifest.json").is_file():
+        yield UserError("resume", got=f"{resume!r}, a folder without manifest.json", expected="a complete checkpoint folder",
+                        remedy="Name a folder such as RUN/checkpoints/step_000012.", stage="config")
 
 
 def _devices(config: Config) -> Problems:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,9 @@ from akl_dist.data.recipes import GoldColumn, Recipe
 
 LISTED = 10
 """How many offending rows an error message spells out."""
+
+InvalidGold = Callable[[str], "str | None"]
+"""Why a gold cannot be judged; empty or None for one that can be."""
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -69,6 +72,9 @@ def _read_jsonl(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
                 row = json.loads(text, parse_float=str, parse_int=str, parse_constant=_no_constant)
             except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
                 raise _error(f"{path}, line {number}", f"malformed JSON ({error})", "one JSON object, UTF-8",
+                             "Correct or remove the line.") from error
+            except RecursionError as error:
+                raise _error(f"{path}, line {number}", "malformed JSON (nested too deeply)", "one JSON object, UTF-8",
                              "Correct or remove the line.") from error
             if not isinstance(row, dict):
                 raise _error(f"{path}, line {number}", f"a JSON {type(row).__name__}", "a JSON object",
@@ -123,24 +129,33 @@ TINY_TRAIN_PROBLEMS = 4096
 
 
 def read_tiny(*, split: str, count: int) -> list[RawRow]:
-    """``count`` generated sums, whatever the run's seed; a longer list starts with the shorter one."""
-    from akl_dist.tiny.task import problems
+    """``count`` generated sums, whatever the run's seed; a longer list starts with the shorter one.
+
+    Raises DataError for an unknown split, and for more problems than the split has (only the held-out set's size,
+    ``evaluate.num_problems``, can be that large: the training side is always TINY_TRAIN_PROBLEMS).
+    """
+    from akl_dist.tiny.task import num_problems, problems
 
     if split not in TINY_SPLITS:
         raise _error("data.split of recipe tiny", repr(split), f"one of {', '.join(TINY_SPLITS)}",
                      "The tiny task has a training and a held-out side.")
+    available = num_problems(TINY_SPLITS[split])
+    if count > available:
+        raise _error("evaluate.num_problems", str(count), f"at most {available}, the tiny problems of split {split!r}",
+                     f"Write evaluate.num_problems={available} or less.")
     drawn = problems(TINY_SPLITS[split], count, seed=0)
     return [RawRow(f"problem {n}", p.id, {"id": p.id, "text": p.text, "answer": p.answer}) for n, p in enumerate(drawn)]
 
 
 def to_problems(
-    rows: Sequence[RawRow], recipe: Recipe, columns: ColumnsConfig, *, subject: str
+    rows: Sequence[RawRow], recipe: Recipe, columns: ColumnsConfig, *, subject: str, invalid_gold: InvalidGold | None = None
 ) -> tuple[list[Problem], list[str]]:
     """Apply the declared schema: id, problem and gold as text.
 
     Returns the problems and the rows left out because upstream is known to give them no gold answer. Raises DataError
-    naming the rows for a missing column, a missing or non-text value, a gold that the adapter cannot read (coverage
-    must be 100 %), or a repeated id.
+    naming the rows for a missing column, a missing or non-text value, half a character (a lone surrogate, which no
+    tokenizer takes), a gold that the adapter cannot read (coverage must be 100 %) or that ``invalid_gold`` objects to,
+    or a repeated id.
     """
     found = {column: None for row in rows for column in row.values}
     prompt_column = _present("data.columns.prompt", columns.prompt, (recipe.prompt_column,), found, subject)
@@ -154,15 +169,22 @@ def to_problems(
     for row in rows:
         text, raw_gold = _text(row.values.get(prompt_column)), _text(row.values.get(gold.column))
         row_id = _text(row.values.get(id_column)) if id_column else row.row_id
-        name = f"{row.where}" + (f" (id {row_id})" if row_id and id_column else "")
+        name = f"{row.where}" + (f" (id {_printable(row_id)})" if row_id and id_column else "")
+        reason: str | None = None
         if not row_id:
             bad.append(f"{name}: column {id_column!r} has no text")
         elif not text or not text.strip():
             bad.append(f"{name}: column {prompt_column!r} has no text")
-        elif raw_gold is not None and (answer := gold.adapter(raw_gold)) is not None:
+        elif halved := [c for c, v in ((id_column, row_id), (prompt_column, text), (gold.column, raw_gold)) if _halved(v)]:
+            bad.append(f"{name}: column {halved[0]!r} holds half a character (a lone surrogate)")
+        elif (answer := gold.adapter(raw_gold) if raw_gold is not None else None) is not None and not (
+            reason := invalid_gold(answer) if invalid_gold else None
+        ):
             problems.append(Problem(row_id, text, answer))
         elif known := recipe.known_unusable.get(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()):
             excluded.append(f"{row.where}: {known}")
+        elif answer is not None:
+            bad.append(f"{name}: gold {_shortened(answer)} cannot be judged ({reason})")
         else:
             bad.append(f"{name}: prompt without answer (column {gold.column!r})")
     if bad:
@@ -193,6 +215,19 @@ def _text(value: Any) -> str | None:
     if isinstance(value, float) and value - value == 0:
         return repr(value)
     return None
+
+
+def _halved(text: str | None) -> bool:
+    """Whether the text holds a lone surrogate: JSON can write one (``\\ud800``), UTF-8 and tokenizers cannot."""
+    return text is not None and not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _shortened(text: str, limit: int = 60) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")
 
 
 def _gold_column(recipe: Recipe, columns: ColumnsConfig, found: Mapping[str, None], subject: str) -> GoldColumn:

@@ -179,7 +179,9 @@ def without_held_out(data: DataConfig) -> bool:
     return data.path is not None and data.eval_path is None
 
 
-def load(data: DataConfig, tokenizer_path: str | Path, *, num_eval_problems: int) -> LoadedData:
+def load(
+    data: DataConfig, tokenizer_path: str | Path, *, num_eval_problems: int, invalid_gold: files.InvalidGold | None = None
+) -> LoadedData:
     """Read, check, tokenise and limit both sides. Touches no accelerator and imports no torch.
 
     Args:
@@ -187,6 +189,8 @@ def load(data: DataConfig, tokenizer_path: str | Path, *, num_eval_problems: int
         tokenizer_path: folder of the model's tokenizer.
         num_eval_problems: size of the held-out set, chosen by a hash of the prompt ids (not the first rows, which some
             data sets order by subject); 0 for no evaluation.
+        invalid_gold: the verifier's word on a gold, asked for every row: why it cannot be judged, empty or None if it
+            can. None for no such check.
 
     Raises DataError (rows, columns, files, hub) and ModelError (tokenizer, template).
     """
@@ -197,13 +201,13 @@ def load(data: DataConfig, tokenizer_path: str | Path, *, num_eval_problems: int
 
     train, train_texts, train_report = _side(
         data, parts, template, path=data.path, split=data.split, tiny_count=files.TINY_TRAIN_PROBLEMS,
-        limit=data.limit, spread=False,
+        limit=data.limit, spread=False, invalid_gold=invalid_gold,
     )
     evaluation, eval_texts, eval_report = [], [], SplitReport(0, 0, (), (), 0)
     if num_eval_problems and not without_held_out(data):
         evaluation, eval_texts, eval_report = _side(
             data, parts, template, path=data.eval_path, split=data.eval_split, tiny_count=num_eval_problems,
-            limit=num_eval_problems, spread=True,
+            limit=num_eval_problems, spread=True, invalid_gold=invalid_gold,
         )
     known = {normalised(text) for text in train_texts}
     overlap = tuple(p.prompt_id for p, text in zip(evaluation, eval_texts, strict=True) if normalised(text) in known)
@@ -212,7 +216,7 @@ def load(data: DataConfig, tokenizer_path: str | Path, *, num_eval_problems: int
 
 def _side(
     data: DataConfig, parts: Sequence[Recipe], template: PromptTemplate, *, path: str | None, split: str,
-    tiny_count: int, limit: int | None, spread: bool,
+    tiny_count: int, limit: int | None, spread: bool, invalid_gold: files.InvalidGold | None,
 ) -> tuple[list[Prompt], list[str], SplitReport]:
     """Prompts, their problems' texts, and the counts of one side (training or evaluation)."""
     named: list[tuple[str, str, files.Problem]] = []  # (prompt id, source, problem)
@@ -220,7 +224,7 @@ def _side(
     rows_read = 0
     for recipe in parts:
         rows, subject = _read(data, recipe, path=path, split=split, tiny_count=tiny_count, several=len(parts) > 1)
-        problems, left_out = files.to_problems(rows, recipe, data.columns, subject=subject)
+        problems, left_out = files.to_problems(rows, recipe, data.columns, subject=subject, invalid_gold=invalid_gold)
         rows_read += len(rows)
         excluded += left_out
         named += [(f"{recipe.name}/{problem.row_id}", recipe.name, problem) for problem in problems]

@@ -45,7 +45,8 @@ class PromptTemplate:
         """Ids of the whole prompt, ending where the response begins.
 
         The template writes its own special tokens, so the tokenizer adds none (no second BOS). Raises ModelError when
-        the template refuses the messages and DataError when the tokenizer has no token for the text.
+        the template refuses the messages, and DataError when the tokenizer has no token for the text or the text holds
+        half a character (a lone surrogate).
         """
         from jinja2 import TemplateError
 
@@ -58,6 +59,13 @@ class PromptTemplate:
                 f"chat template of {self.path}", got=f"a refusal: {error}",
                 expected=f"acceptance of the roles {', '.join(m['role'] for m in messages)}", stage="data",
                 remedy="Set data.system_prompt=null if the model knows no system message, or mend its chat template.",
+            ) from error
+        try:
+            rendered.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"text {problem[:60]!r}", got=f"half a character (a lone surrogate, {error.object[error.start]!r}) in its prompt",
+                expected="text that UTF-8 can hold", remedy="Correct the text, or the instruction around it.", stage="data",
             ) from error
         try:
             ids = self.tokenizer.encode(rendered, add_special_tokens=False)

@@ -68,7 +68,7 @@ def micro_batch_loss(
         statistics: flat [n], of the current weights, with gradient norms; divergences where the estimator is ``full``.
         totals: global counts of the update (the denominators).
         old_logp: flat [n] log-probs at the start of the step. None: the current ones, detached, which is exact (ratio 1)
-            before the first optimizer step on the batch. Not used with anchor ``rollout``.
+            before the first optimizer step on the batch. As an anchor not used with anchor ``rollout``.
 
     Raises:
         ValueError: estimator ``full`` without the reference's log-probs, or a name that the objective does not know.
@@ -125,18 +125,19 @@ class _Terms:
         self.rollout_logp, self.ref_logp = batch.grid(batch.rollout_logp), batch.grid(batch.ref_logp)
         self.answer = batch.grid(batch.answer_mask, False)
         self.advantages = batch.advantages
-        self.anchor = self._anchor(batch, old_logp)
+        self.old_logp = self.logp.detach() if old_logp is None else batch.grid(old_logp)
+        self.anchor = self._anchor()
         self.full = objective.kl.estimator == "full"
         if self.full and statistics.kl_forward is None:
             raise ValueError("objective.kl.estimator is 'full' but the samples carry no reference log-probs over the vocabulary")
         self.fields = {name: batch.grid(value) for name, value in statistics._asdict().items() if value is not None}
 
-    def _anchor(self, batch: MicroBatch, old_logp: Tensor | None) -> Tensor:
+    def _anchor(self) -> Tensor:
         if self.objective.anchor == "rollout":
             return self.rollout_logp
         if self.objective.anchor != "old":
             raise ValueError(f"objective.anchor is {self.objective.anchor!r}, expected 'old' or 'rollout'")
-        return self.logp.detach() if old_logp is None else batch.grid(old_logp)
+        return self.old_logp
 
     def policy(self, logp: Tensor) -> Tensor:
         return policy_loss(
@@ -187,8 +188,8 @@ class _Terms:
         policy_gradient = token_gradient(self.policy, logp)
         policy = policy_statistics(logp=logp, anchor_logp=self.anchor, advantages=advantages, mask=mask,
                                    gradient=policy_gradient)
-        mismatch = masked_log_ratio(logp, self.rollout_logp, mask)
-        weight = select(bounded_log_ratio(mismatch).exp(), mask).double()
+        mismatch = masked_log_ratio(self.old_logp, self.rollout_logp, mask)  # the engine's, so before the policy has moved
+        weight = select(bounded_log_ratio(masked_log_ratio(logp, self.rollout_logp, mask)).exp(), mask).double()
         activity = kl_activity(
             kl_norm2=self._kl_norm2() * kl_weights**2,
             policy_norm2=sampled_norm2(policy_gradient, fields["score_norm2"]) * weights**2,
@@ -221,7 +222,12 @@ def metrics_from_sums(sums: Mapping[str, float], maxima: Mapping[str, float], *,
     """Flat metrics from globally added sums of ``updates`` optimizer steps. What is undefined is absent, never NaN.
 
     Losses are means over the optimizer steps; the others means over tokens. ``objective/ess`` is the effective sample
-    size of the weights pi/mu over the number of tokens, 1 where the two policies agree.
+    size of the weights pi/mu over the number of tokens, 1 where the two policies agree; pi is the policy of the update
+    at hand, so with several updates it also falls as the policy moves.
+    ``objective/rollout_mismatch_*`` is |log old - log mu|, old being the learner's policy at the start of the step: what
+    learner and engine disagree on for the same weights. Where no old log-probs were computed (a single update, where they
+    are the current ones; or anchor ``rollout``) the current policy stands for it, so with anchor ``rollout`` and several
+    updates the mismatch contains the policy's own movement.
     """
     tokens = sums["tokens"]
     if not tokens or not updates:

@@ -135,9 +135,10 @@ def test_output_is_split_into_text_and_result():
 
 def test_summary_says_what_was_met():
     good = everything.Outcome("driver_bytes", {"ratio": 1.002, "max_ratio": 1.05}, "", 0)
-    missed = everything.Outcome("orchestration_overhead", {"ratio": 1.3, "max_ratio": 1.15}, "", 1)
+    missed = everything.Outcome("orchestration_overhead", {"ratio": 1.3, "max_ratio": 1.15, "quiet": False}, "", 1)
     silent = everything.Outcome("logprob_memory", None, "Traceback", 1)
     lines = everything.summary([good, missed, silent]).splitlines()
     assert [word in line for word, line in zip((" met ", " missed ", " no result "), lines[1:], strict=True)] == [True] * 3
+    assert ["measure again" in line for line in lines[1:]] == [False, True, False]
     assert "1.002" in lines[1] and "<= 1.05" in lines[1]
     assert [one.met for one in (good, missed, silent)] == [True, False, False]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections import namedtuple
@@ -141,10 +142,20 @@ def test_found_but_unusable(tmp_path, damage, message: str):
 
 def test_folder_without_manifest(tmp_path):
     shutil.move(cp.begin(tmp_path, 3), cp.folder_of(tmp_path, 3))
-    with pytest.raises(CheckpointError, match=r"1 checkpoints without manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"step_000003: got no manifest\.json.*resume=PATH"):
         cp.find(tmp_path, "auto", num_ranks=2)
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         cp.find(tmp_path, str(cp.folder_of(tmp_path, 3)), num_ranks=2)
+
+
+def test_newest_folder_without_manifest_is_not_skipped(tmp_path):
+    save(tmp_path, 2)
+    shutil.move(cp.begin(tmp_path, 3), cp.folder_of(tmp_path, 3))
+    with pytest.raises(CheckpointError, match=r"step_000003: got no manifest\.json"):
+        cp.find(tmp_path, "auto", num_ranks=2)
+    save(tmp_path, 4)  # an older one does not stand in the way of a newer complete one
+    found = cp.find(tmp_path, "auto", num_ranks=2)
+    assert found.checkpoint is not None and found.checkpoint.step == 4
 
 
 def test_other_topology(tmp_path):
@@ -173,6 +184,31 @@ def test_free_space(tmp_path, monkeypatch):
     cp.check_free_space(tmp_path, 30 * 2**20)
     with pytest.raises(CheckpointError, match=r"got 30 MiB; expected at least 31 MiB.*checkpoint\.keep"):
         cp.check_free_space(tmp_path, 31 * 2**20)
+
+
+def test_size_of_the_newest(tmp_path):
+    assert cp.newest_size(tmp_path) is None
+    save(tmp_path, 1, content="long " * 1000)
+    newest = save(tmp_path, 2)
+    # the seven bytes "weights", the nine of "optimizer", and the manifest
+    assert cp.newest_size(tmp_path) == 7 + 9 + (newest.folder / "manifest.json").stat().st_size
+
+
+def test_a_failed_save_leaves_nothing(tmp_path):
+    save(tmp_path, 1)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(CheckpointError, match=r"step 2 .*No space left on device") as caught, cp.saving(tmp_path, 2) as temporary:
+        (temporary / "rank_0.bin").write_text("half")
+        raise full
+    assert caught.value.__cause__ is full and names(tmp_path) == ["step_000001"]
+    with pytest.raises(KeyError, match="other"), cp.saving(tmp_path, 2) as temporary:  # no disguise for other errors
+        (temporary / "rank_0.bin").write_text("half")
+        raise KeyError("other")
+    assert names(tmp_path) == ["step_000001"]
+    with cp.saving(tmp_path, 2) as temporary:
+        (temporary / "rank_0.bin").write_text("whole")
+        cp.commit(temporary, 2, state())
+    assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
 def test_config_hash():

@@ -36,6 +36,14 @@ def test_series_and_held_out():
     assert held_out(rows, result, "answer_span_tokens", "answer_span_tokens") == {}
 
 
+def test_held_out_of_several_sources():
+    merged = {**EVALUATION, "data_set": "a+b", "by_source": {n: {**EVALUATION, "data_set": n, "accuracy": v}
+                                                           for n, v in (("a", 0.3), ("b", 0.6))}}
+    result = {"evaluation": {"initial": merged, "best": None, "last": None}}
+    assert held_out([{"step": 2, "evaluate/b/avg_at_k": 0.9}], result, "avg_at_k", "accuracy") == {
+        "a": {0: 0.3}, "b": {0: 0.6, 2: 0.9}}
+
+
 def pixels(path) -> np.ndarray:
     return matplotlib.image.imread(path)[..., :3]
 

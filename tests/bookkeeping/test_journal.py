@@ -176,3 +176,11 @@ def test_bookkeeping_imports_no_torch(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path)]
     out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": "fini', b"\xff\xfe", b"[]", b"null", b'{"status": "finished"}',
+                                     b'{"status": "done", "steps": 1, "evaluation": {}}'])
+def test_damaged_result_names_the_file_and_the_remedy(run, content):
+    run.result.write_bytes(content)
+    with pytest.raises(RunError, match=r"result\.json: got .*expected .*Remove the file.*run_id"):
+        run.read_result()

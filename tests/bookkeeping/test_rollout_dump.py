@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from akl_dist.bookkeeping.rollout_dump import ReplayReader, dump_path, read_rollouts, rows_of_group, write_rollouts
+from akl_dist.bookkeeping.rollout_dump import ReplayOrder, ReplayReader, dump_path, read_rollouts, rows_of_group, write_rollouts
 from akl_dist.contract.errors import DataError
 from akl_dist.contract.records import (
     JudgedArrays,
@@ -138,6 +138,46 @@ def test_reader(dump):
         assert reader.read(12)[1].prompt.prompt_id == "s/2"
     with pytest.raises(DataError, match=r"step 13: got no dump in .*its 1 steps, 12 to 12.*steps=12"):
         ReplayReader(dump.parent).read(13)
+
+
+def taken(order: ReplayOrder, count: int) -> list[int]:
+    return [order.take() for _ in range(count)]
+
+
+def test_order_of_a_fresh_replay():
+    """Step N takes dump N; the N-th where the numbers do not start at 1."""
+    assert taken(ReplayOrder([1, 2, 3]), 3) == [1, 2, 3]
+    assert taken(ReplayOrder([12, 15]), 2) == [12, 15]
+    order = ReplayOrder([1, 2, 4])
+    assert taken(order, 2) == [1, 2]
+    with pytest.raises(DataError, match=r"no dump of step 3"):
+        order.take()
+    order = ReplayOrder([7])
+    order.take()
+    with pytest.raises(DataError, match=r"got 1 dumped steps, 7 to 7; expected a dump after step 7"):
+        order.take()
+
+
+NORMAL = {"seed": 0, "epoch": 0, "position": 4, "skipped": 0, "num_prompts": 8, "fingerprint": "f"}
+
+
+def test_order_after_the_checkpoint_of_a_normal_run():
+    """The weights of step N-1 meet the dump of step N, by its number, wherever the numbers start."""
+    for dumped in ([1, 2, 3], [2, 3]):
+        assert taken(ReplayOrder.resumed(dumped, step=1, prompt_source=NORMAL), 2) == [2, 3]
+    with pytest.raises(DataError, match=r"got 2 dumped steps, 1 to 2; expected a dump of step 3, .*checkpoint of step 2"):
+        ReplayOrder.resumed([1, 2], step=2, prompt_source=NORMAL)
+
+
+def test_order_after_the_checkpoint_of_a_replay():
+    """At its own place, which the steps of the run do not tell when the numbers did not start at 1."""
+    order = ReplayOrder([12, 13, 15])
+    taken(order, 2)
+    assert taken(ReplayOrder.resumed([12, 13, 15], step=2, prompt_source=order.state()), 1) == [15]
+    after_normal = ReplayOrder.resumed([1, 2, 3], step=1, prompt_source=NORMAL)
+    after_normal.take()
+    assert taken(ReplayOrder.resumed([1, 2, 3], step=2, prompt_source=after_normal.state()), 1) == [3]
+    assert taken(ReplayOrder.resumed([4, 5], step=0, prompt_source=ReplayOrder([4, 5]).state()), 1) == [4]
 
 
 def test_empty_folder(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from akl_dist.config.command_line import check_command_line, help_text, sweep
@@ -101,6 +103,30 @@ def test_quotes_reach_the_value() -> None:
     config = compose(command.overrides)
     assert config.model.path == "/data/my (new) model, v2"
     assert config.data.system_prompt == 'Say "hi", then think.'
+
+
+def test_empty_text_is_no_instruction() -> None:
+    for empty in ('data.prompt_suffix=""', "data.prompt_suffix=''"):
+        assert compose(check_command_line([empty]).overrides).data.prompt_suffix == ""
+    assert compose(check_command_line(["data.prompt_suffix=null"]).overrides).data.prompt_suffix is None
+    (message,) = refusals("data.prompt_suffix=").values()  # what a shell leaves of data.prompt_suffix=""
+    assert "'data.prompt_suffix=\"\"'" in message
+    for other in ('run_id=""', 'model.path=""', 'seed=""'):
+        assert "null for none" in next(iter(refusals(other).values()))
+
+
+@pytest.mark.parametrize(("argument", "value"), [
+    ('data.system_prompt=Say "hi", (then', 'Say "hi", (then'), ('data.system_prompt="Say "hi""', 'Say "hi"'),
+    ("data.system_prompt=don't [", "don't ["), ("data.system_prompt='don't'", "don't"),
+    ('model.path=/a\\b", {', '/a\\b", {'), ('data.system_prompt="', '"'),
+])
+def test_advised_quoting_is_read_as_meant(argument: str, value: str) -> None:
+    """What the message advises, typed into a shell, must parse and mean the text."""
+    (message,) = refusals(argument).values()
+    advised = shlex.split(message.partition("for the grammar: ")[2].removesuffix("."))
+    assert len(advised) == 1
+    config = compose(check_command_line(advised).overrides)
+    assert value in (config.data.system_prompt, config.model.path)
 
 
 def test_loss_parameters_are_free_names() -> None:

@@ -84,7 +84,8 @@ def problems(*overrides: str) -> dict[str, UserError]:
         (["roles.rule=position", "roles.entropy_window=5"], "roles.entropy_window", "nothing reads it"),
         (["roles.entropy_window=4"], "roles.entropy_window", "odd"),
         (["roles.entropy_quantile=1.5"], "roles.entropy_quantile", "at most 1"),
-        (["rollout.temperature=0"], "rollout.temperature", "above 0"),
+        (["rollout.temperature=0"], "rollout.temperature", "at least 0.01"),
+        (["rollout.temperature=0.009"], "rollout.temperature", "at least 0.01"),
         (["rollout.group_size=0"], "rollout.group_size", "at least 1"),
         (["rollout.gpu_memory_utilization=0.9"], "rollout.gpu_memory_utilization", "cluster.device=cuda"),
         (["rollout.tensor_parallel_size=2"], "rollout.tensor_parallel_size", "1 with cluster.device=cpu"),
@@ -117,6 +118,7 @@ def problems(*overrides: str) -> dict[str, UserError]:
         (["experiment='a b'"], "experiment", "letters, digits"),
         (["data=generic", "data.max_prompt_tokens=64"], "data.path", "data.name"),
         (["checkpoint.keep=0"], "checkpoint.keep", "at least 1"),
+        (["data.name=org/set"], "data.name", "nothing reads it"),
     ],
 )
 def test_refused(overrides: list[str], key: str, part: str) -> None:
@@ -165,6 +167,8 @@ def test_refused_with_devices_and_models(overrides: list[str], key: str, part: s
     ["run_id=multirun-x/3"],
     ["learner.lr=0"],
     ["evaluate.num_problems=0"],
+    ["rollout.temperature=0.01"],
+    ["data.prompt_suffix=''"],
 ])
 def test_borders_pass(overrides: list[str]) -> None:
     assert problems(*overrides) == {}
@@ -201,7 +205,25 @@ def test_local_files_on_the_command_line(tmp_path: Path) -> None:
 def test_replay_and_resume_folders(tmp_path: Path) -> None:
     assert "rollout.replay" in problems(f"rollout.replay={tmp_path}")
     (tmp_path / "step_000001.parquet").write_bytes(b"")
+    assert "without manifest.json" in str(problems(f"rollout.replay={tmp_path}", f"resume={tmp_path}")["resume"])
+    (tmp_path / "manifest.json").write_text("{}")
     assert problems(f"rollout.replay={tmp_path}", f"resume={tmp_path}") == {}
+
+
+def test_replay_takes_a_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "step_000001.parquet").write_bytes(b"")  # not looked at where there is a rollouts folder
+    assert "rollout.replay" in problems(f"rollout.replay={tmp_path}")
+    (tmp_path / "rollouts" / "other.parquet").write_bytes(b"")
+    assert "rollout.replay" in problems(f"rollout.replay={tmp_path}")
+    (tmp_path / "rollouts" / "step_000001.parquet").write_bytes(b"")
+    assert problems(f"rollout.replay={tmp_path}") == {}
+
+
+def test_replay_says_what_it_leaves_out() -> None:
+    replay = [text for text in warnings(composed("rollout.replay=x", "evaluate.num_problems=8")) if "replay" in text]
+    assert len(replay) == 1 and "no evaluation" in replay[0] and "no weight sync" in replay[0]
+    assert not any("replay" in text for text in warnings(composed("rollout.replay=x", "evaluate.num_problems=0")))
 
 
 # Figures of the published checkpoints (model cards and safetensors indices).

@@ -12,6 +12,7 @@ from akl_dist.config.schema import ColumnsConfig
 from akl_dist.contract.errors import DataError
 from akl_dist.data import files
 from akl_dist.data.recipes import GENERIC, GSM8K, MATH
+from akl_dist.verify.math import invalid_gold
 
 GSM8K_ROWS = [
     {"question": "Ann has 3 pears and buys 4. How many has she?", "answer": "3+4=<<3+4=7>>7\n#### 7"},
@@ -205,3 +206,49 @@ def test_tiny_sides_are_disjoint_and_nested():
 def test_local_files_need_no_datasets_library(write_jsonl, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it now fails
     assert len(problems_of(write_jsonl("g.jsonl", GSM8K_ROWS), GSM8K)[0]) == 5
+
+
+def judged(path: str, recipe=GENERIC):
+    rows = files.read_file(Path(path), split="train")
+    return files.to_problems(rows, recipe, OWN_COLUMNS, subject=path, invalid_gold=invalid_gold)
+
+
+def test_unusable_golds_are_listed_by_row(write_jsonl):
+    rows = [{"prompt": "p", "answer": "7"}, {"prompt": "q", "answer": r"\frac{1}{2"}, {"prompt": "r", "answer": "?"}]
+    path = write_jsonl("g.jsonl", rows)
+    with pytest.raises(DataError, match=r"2 of 3 rows: got line 2: gold '.*' cannot be judged \(gold has unbalanced braces\); "
+                                        r"line 3: gold '\?' cannot be judged \(gold is empty\)"):
+        judged(path)
+    problems, _ = problems_of(path)  # control: without the judge these rows pass
+    assert len(problems) == 3
+    assert [p.gold for p in judged(write_jsonl("h.jsonl", rows[:1]))[0]] == ["7"]
+
+
+@pytest.mark.parametrize(("name", "recipe", "count"), [("gsm8k_train", GSM8K, 7473), ("math_train", MATH, 7498)])
+def test_published_golds_are_usable(published, name, recipe, count):
+    problems, excluded = judged(str(published / f"{name}.jsonl"), recipe)
+    assert len(problems) + len(excluded) in (count, count + 2)
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer", "id"])
+def test_lone_surrogate_names_the_row(tmp_path, column):
+    path = tmp_path / "s.jsonl"
+    first, second = ({"prompt": "p", "answer": "3", "id": "a"}, {"prompt": "q", "answer": "4", "id": "b", column: "x\ud800"})
+    path.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n", encoding="ascii")  # written as \ud800
+    with pytest.raises(DataError, match=rf"1 of 2 rows: got line 2.*column '{column}' holds half a character") as caught:
+        problems_of(str(path))
+    str(caught.value).encode("utf-8")  # the message itself can be written down
+    path.write_text(json.dumps(first) + "\n" + json.dumps({**second, column: "\U0001f600"}) + "\n", encoding="ascii")
+    assert len(problems_of(str(path))[0]) == 2, "a whole pair is a character"
+
+
+def test_deeply_nested_line_is_named(tmp_path):
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"prompt": "p", "answer": "3"}\n{"prompt": ' + "[" * 200_000 + "\n")
+    with pytest.raises(DataError, match=r"line 2: got .*nested too deeply"):
+        problems_of(str(path))
+
+
+def test_more_tiny_problems_than_there_are():
+    with pytest.raises(DataError, match=r"evaluate\.num_problems: got 200000; expected at most 4432.*evaluate\.num_problems=4432"):
+        files.read_tiny(split="test", count=200_000)

@@ -215,8 +215,8 @@ def test_tiny_loads_with_its_own_tokenizer(tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "tiny")
     loaded = load(DataConfig(limit=100), tmp_path / "tiny", num_eval_problems=40)
     assert (len(loaded.train), len(loaded.evaluation), loaded.report.overlap) == (100, 40, ())
-    with pytest.raises(DataError, match="refusal of the tokenizer"):
-        load(DataConfig(limit=100, prompt_suffix=" words"), tmp_path / "tiny", num_eval_problems=0)
+    suffixed = load(DataConfig(limit=100, prompt_suffix=" \u00e9"), tmp_path / "tiny", num_eval_problems=0)
+    assert {len(b.token_ids) - len(a.token_ids) for a, b in zip(loaded.train, suffixed.train, strict=True)} == {3}  # a byte each
 
 
 def test_columns_are_checked_for_generated_rows_too(tmp_path):
@@ -254,3 +254,23 @@ def test_loading_imports_no_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_load_judges_golds_of_both_sides(tokenizer_path, write_jsonl):
+    good, bad = [{"prompt": "a", "answer": "1"}], [{"prompt": "b", "answer": "2"}]
+    train, held_out = write_jsonl("train.jsonl", good), write_jsonl("held_out.jsonl", bad)
+    data = DataConfig(recipe="generic", path=train, eval_path=held_out)
+
+    def refuses_two(gold: str) -> str | None:
+        return "is two" if gold == "2" else None
+
+    with pytest.raises(DataError, match=r"held_out\.jsonl: 1 of 1 rows: got line 1: gold '2' cannot be judged \(is two\)"):
+        load(data, tokenizer_path, num_eval_problems=1, invalid_gold=refuses_two)
+    assert len(load(data, tokenizer_path, num_eval_problems=1).evaluation) == 1
+
+
+def test_empty_suffix_is_no_instruction(tokenizer_path, write_jsonl):
+    path = write_jsonl("g.jsonl", [{"question": "a b", "answer": "#### 1"}])
+    message = [load(DataConfig(recipe="gsm8k", path=path, prompt_suffix=suffix), tokenizer_path, num_eval_problems=0)
+               .train[0].text for suffix in ("", None)]
+    assert message[0] == "a b" and message[1].startswith("a b\n\nReason step by step")

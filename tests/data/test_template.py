@@ -50,3 +50,8 @@ def test_text_outside_the_vocabulary(tmp_path, make_tokenizer):
     assert template.encode("a")
     with pytest.raises(DataError, match=r"text 'zebra'.*refusal of the tokenizer"):
         template.encode("zebra")
+
+
+def test_half_a_character(tokenizer_path):
+    with pytest.raises(DataError, match=r"text 'a \\ud800'.*half a character"):
+        PromptTemplate(tokenizer_path).encode("a \ud800")

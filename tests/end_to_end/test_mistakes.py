@@ -67,3 +67,14 @@ def test_help_and_dry_run(command_line):
     assert planned.returncode == 0, planned.stderr
     assert "128 GPUs" in planned.stdout and "this machine lacks" in planned.stdout and "samples" in planned.stdout
     assert not (command_line.folder / "outputs").exists()
+
+
+@pytest.mark.parametrize(("overrides", "word"), [
+    (["output_dir=/proc/nowhere"], "output_dir"),
+    (["cluster.address=127.0.0.1:1"], "nothing answers at 127.0.0.1:1"),
+])
+def test_places_that_do_not_work(command_line, overrides, word):
+    """A folder that cannot be written, a cluster that is not there: one message, soon."""
+    done = command_line.run("+exp=tiny", "run_id=x", *overrides, timeout_s=60)
+    assert done.returncode in (1, 2) and word in done.stderr and "Traceback" not in done.stderr
+    assert command_line.wait_until_gone() == {}

@@ -61,6 +61,18 @@ def test_anchor_rollout_takes_the_engine_log_probs():
     assert sums["mismatch"] == pytest.approx(0.2, rel=1e-5)
 
 
+def test_mismatch_is_of_the_old_policy_and_ess_of_the_current_one():
+    # pi = 1/3 has moved by log 2 from old = mu = 1/6: no engine mismatch, but weights pi/mu = 2.
+    one, old = sample(2, rollout=math.log(1 / 6)), torch.full((2,), math.log(1 / 6))
+    _, _, sums, maxima = run([one], old=old)
+    assert sums["mismatch"] == pytest.approx(0.0, abs=1e-6) and maxima["mismatch"] == pytest.approx(0.0, abs=1e-6)
+    assert sums["weight"] == pytest.approx(4.0, rel=1e-5)
+    _, _, sums, maxima = run([one], old=old + torch.tensor([0.0, -0.5]))
+    assert sums["mismatch"] == pytest.approx(0.5, rel=1e-5) and maxima["mismatch"] == pytest.approx(0.5, rel=1e-5)
+    _, _, sums, _ = run([one])  # without an old pass the current policy stands for it
+    assert sums["mismatch"] == pytest.approx(2 * math.log(2), rel=1e-5)
+
+
 def test_sampled_kl_by_hand_and_by_role():
     # pi = 1/3, mu = 1/3 (weight 1), ref = 1/6: log(pi/ref) = log 2. k3 = 1/2 - 1 + log 2; k2 = (log 2)^2 / 2.
     objective = ObjectiveConfig(kl=KLConfig(beta_reasoning=2.0, beta_answer=3.0))

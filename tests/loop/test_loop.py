@@ -32,6 +32,7 @@ class World:
         self.saved: list[Progress] = []
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.stop_after: int | None = None
+        self.buckets = 1
 
     def take(self, n):
         self.position += n
@@ -75,7 +76,7 @@ class World:
         self.calls.append("sync")
         assert probe
         self.version = policy_version
-        return SyncReport(policy_version, 0.0, 1, 1, 0.0, 0.0, 0.0)
+        return SyncReport(policy_version, 0.0, self.buckets, self.buckets, 0.0, 0.0, 0.0)
 
     def step_done(self, progress, metrics, groups):
         self.steps.append((progress.step, metrics))
@@ -112,6 +113,14 @@ def test_metrics_of_a_step():
                  "weight_sync/logprob_gap"):
         assert name in metrics
     assert 0 <= metrics["time/idle_fraction"] <= 1
+
+
+def test_a_step_without_a_transfer_has_no_sync_metrics():
+    world = World()
+    world.buckets = 0
+    done = train(world.run(config(steps=1)), Progress())
+    ((_, metrics),) = world.steps
+    assert not [name for name in metrics if name.startswith("weight_sync/")] and done.policy_version == 1
 
 
 def test_evaluations_before_during_and_after_with_the_same_seeds():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
+from akl_dist.contract.errors import VerifierFault
 from akl_dist.contract.records import (
     JudgedGroup,
     LabelledGroup,
@@ -13,26 +15,29 @@ from akl_dist.contract.records import (
     ReferenceGroup,
     RolloutGroup,
     Status,
+    SyncReport,
     TrainingGroup,
     Verdict,
 )
 from akl_dist.summaries import (
+    Evaluation,
     activity_summary,
     objective_metrics,
     roles_metrics,
     rollout_metrics,
     summarise_evaluation,
     verify_metrics,
+    weight_sync_metrics,
 )
 from akl_dist.training_batch import training_groups
 
 OK, WRONG, NONE, LATE = (Verdict(s) for s in (Status.OK, Status.WRONG, Status.NO_ANSWER, Status.TIMEOUT))
 
 
-def group(name, verdicts, *, lengths=None, answer=None, votes=(0,) * 8, k3=None):
+def group(name, verdicts, *, source="s", lengths=None, answer=None, votes=(0,) * 8, k3=None):
     size = len(verdicts)
     lengths = lengths or (4,) * size
-    rollout = RolloutGroup(Prompt(name, "s", "", (1,), "1"), tuple(lengths), ("stop",) * (size - 1) + ("length",), 0, "e", None)
+    rollout = RolloutGroup(Prompt(name, source, "", (1,), "1"), tuple(lengths), ("stop",) * (size - 1) + ("length",), 0, "e", None)
     judged = JudgedGroup(name, tuple(verdicts), tuple(2 if v in (OK, WRONG) else 0 for v in verdicts), None)
     reference = ReferenceGroup(name, (0.0,) * size, tuple(k3 or (0.0,) * size), None)
     return LabelledGroup(rollout, judged, reference, tuple(answer or (1,) * size), votes, None)
@@ -78,16 +83,62 @@ def test_evaluation_clusters_by_problem():
     """Means .5, 1, 0 of three problems: mean .5, standard error sqrt(.25 / 3)."""
     groups = [group("a", (OK, WRONG), k3=(0.4, 0.4)), group("b", (OK, LATE)), group("c", (NONE, WRONG))]
     e = summarise_evaluation([g.rollout for g in groups], [g.judged for g in groups], [g.reference for g in groups],
-                             step=3, policy_version=3, data_set="s", seed=1)
+                             step=3, policy_version=3, seed=1)
     assert (e.problems, e.samples, e.undecided) == (3, 2, 1)
     assert e.accuracy == 0.5 and e.accuracy_standard_error == pytest.approx(math.sqrt(0.25 / 3))
     assert e.kl_per_token == pytest.approx(0.8 / 24) and e.metrics()["evaluate/s/avg_at_2"] == 0.5
 
 
+def evaluation_of(groups):
+    return summarise_evaluation([g.rollout for g in groups], [g.judged for g in groups], [g.reference for g in groups],
+                                step=3, policy_version=3, seed=1)
+
+
+def test_evaluation_of_several_sources():
+    """Means 1/2 and 0 of source a, 1 of source b: 1/4 and 1 by source, 1/2 over all problems."""
+    e = evaluation_of([group("a/1", (OK, WRONG), source="a"), group("b/1", (OK, OK), source="b", lengths=(1, 3)),
+                       group("a/2", (NONE, WRONG), source="a")])
+    assert (e.data_set, e.problems, e.accuracy) == ("a+b", 3, 0.5)
+    metrics = e.metrics()
+    assert (metrics["evaluate/a/avg_at_2"], metrics["evaluate/b/avg_at_2"]) == (0.25, 1.0)
+    assert (metrics["evaluate/a/problems"], metrics["evaluate/b/problems"]) == (2, 1)
+    assert metrics["evaluate/b/response_tokens"] == 2.0
+    assert {name.split("/")[1] for name in metrics} == {"a", "b"}, "nothing is reported under a merged name"
+    stored = json.loads(json.dumps(e.to_dict()))
+    assert stored["accuracy"] == 0.5 and stored["by_source"]["a"]["accuracy"] == 0.25
+    assert Evaluation.from_dict(stored) == e
+    first, *rest = e.text().splitlines()
+    assert "after step 3 on a+b: avg@2 50.0 %" in first
+    assert [line.split(":")[0].strip() for line in rest] == ["a", "b"] and "avg@2 25.0 %" in rest[0]
+
+
+def test_evaluation_of_one_source_keeps_its_form():
+    e = evaluation_of([group("s/1", (OK, WRONG))])
+    assert e.data_set == "s" and set(e.by_source) == {"s"} and "\n" not in e.text()
+    stored = e.to_dict()
+    assert (stored["accuracy"], stored["by_source"]["s"]["accuracy"]) == (0.5, 0.5)
+    older = {key: value for key, value in stored.items() if key != "by_source"}  # a checkpoint written before the field
+    assert Evaluation.from_dict(older).metrics() == e.metrics()
+
+
+def test_a_source_without_a_verdict_has_no_figures():
+    e = evaluation_of([group("a/1", (OK, OK), source="a"), group("b/1", (LATE, LATE), source="b")])
+    assert set(e.by_source) == {"a"} and (e.problems, e.undecided) == (2, 2)
+    with pytest.raises(VerifierFault, match="no verdict on any of 1 problems"):
+        evaluation_of([group("b/1", (LATE, LATE), source="b")])
+
+
+def test_no_sync_metrics_where_nothing_was_transferred():
+    moved = weight_sync_metrics(SyncReport(1, 0.5, 100, 2, 0.1, 0.2, 0.3))
+    assert moved == {"weight_sync/seconds": 0.5, "weight_sync/bytes": 100, "weight_sync/logprob_gap": 0.1,
+                     "weight_sync/logprob_gap_p99": 0.2, "weight_sync/logprob_gap_max": 0.3}
+    assert weight_sync_metrics(SyncReport(1, 0.0, 0, 0, 0.0, 0.0, 0.0)) == {}
+
+
 def test_records_of_different_problems_are_refused():
     a, b = group("a", (OK, WRONG)), group("b", (OK, WRONG))
     with pytest.raises(AssertionError, match="order"):
-        summarise_evaluation([a.rollout], [b.judged], [a.reference], step=0, policy_version=0, data_set="s", seed=1)
+        summarise_evaluation([a.rollout], [b.judged], [a.reference], step=0, policy_version=0, seed=1)
     with pytest.raises(ValueError, match="different prompts"):
         LabelledGroup(a.rollout, b.judged, a.reference, (1, 1), (0,) * 8, None)
 

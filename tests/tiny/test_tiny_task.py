@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from akl_dist.tiny.task import HELDOUT_PERCENT, Noise, make_problem, problems, split_of, worked_solution
+from akl_dist.tiny.task import HELDOUT_PERCENT, Noise, make_problem, num_problems, problems, split_of, worked_solution
 
 PINNED = {
     (1, 1, 1): "train",
@@ -125,3 +125,20 @@ def test_worked_solution_is_deterministic() -> None:
 def test_noise_shares_are_checked() -> None:
     with pytest.raises(ValueError, match=r"Noise\.step: got 1\.5"):
         Noise(step=1.5)
+
+
+def test_every_problem_of_the_split_and_not_one_more() -> None:
+    """12^3 + 12^4 = 22,464 orderings in all."""
+    held_out, train = num_problems("heldout"), num_problems("train")
+    assert (held_out, held_out + train) == (4432, 22_464)
+    assert len(problems("heldout", 4432, seed=0)) == 4432
+    for count in (4433, 10**9):
+        with pytest.raises(ValueError, match=rf"got count {count}; expected at most 4432 distinct problems"):
+            problems("heldout", count, seed=0)
+
+
+def test_a_split_without_problems_is_refused_at_once() -> None:
+    """One operand tuple, (1, 1, 1), falls on one side: the other has nothing to draw."""
+    other = "train" if split_of((1, 1, 1)) == "heldout" else "heldout"
+    with pytest.raises(ValueError, match="at most 0"):
+        problems(other, 1, seed=0, operand_counts=(3,), largest=1)
