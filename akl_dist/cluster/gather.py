@@ -7,7 +7,7 @@ a dead actor first, then an error raised on purpose, then anything else.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -142,10 +142,14 @@ def _cause(errors: list[AklError]) -> AklError:
 
 def fetch(handle: Handle, *, timeout_s: float, stage: str, what: str) -> Any:
     """The record behind a handle; a record that never went through a store is returned as it is."""
-    if not isinstance(handle, ray.ObjectRef):
-        return handle
+    return fetch_all([handle], timeout_s=timeout_s, stage=stage, what=what)[0]
+
+
+def fetch_all(handles: Sequence[Handle], *, timeout_s: float, stage: str, what: str) -> list[Any]:
+    """The records behind handles, in order, in one request (a request per handle costs more than the arrays of a small one)."""
+    refs = [handle for handle in handles if isinstance(handle, ray.ObjectRef)]
     try:
-        return ray.get(handle, timeout=timeout_s)
+        found = iter(ray.get(refs, timeout=timeout_s))
     except GetTimeoutError as error:
         raise DeadlineExceeded(
             what, got=f"not delivered within {timeout_s:g} s", expected="the arrays behind a handle",
@@ -153,6 +157,7 @@ def fetch(handle: Handle, *, timeout_s: float, stage: str, what: str) -> Any:
         ) from error
     except RayError as error:
         raise died(f"owner of {what}", stage, f"fetching {what}", error) from error
+    return [next(found) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
 
 
 def store(value: Any) -> Handle:

@@ -11,16 +11,22 @@ import numpy as np
 import ray
 
 from akl_dist.cluster import actor as process
-from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.cluster.gather import fetch_all, gather, store
 from akl_dist.config.schema import LearnerConfig, ObjectiveConfig
 from akl_dist.contract.errors import StaleRollout
-from akl_dist.contract.records import Handle, ParameterInfo, ReferenceArrays, RoleArrays, RolloutArrays, TrainingGroup, Update
+from akl_dist.contract.records import Handle, ParameterInfo, TrainingGroup, Update
 from akl_dist.learner.batch import RankUpdate, Sample, SampleKey, lengths_of, plan_updates, samples_of
 from akl_dist.learner.gathering import to_wire
 from akl_dist.learner.worker import LearnerWorker, listen
 
 STAGE = "learner"
 CLOSE_TIMEOUT_S = 10.0
+ARRAYS: dict[str, Callable[[TrainingGroup], Handle]] = {
+    "rollout": lambda group: group.labelled.rollout.arrays,
+    "reference": lambda group: group.labelled.reference.arrays,
+    "roles": lambda group: group.labelled.roles,
+}
+"""What a rank fetches of each of its groups."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +93,16 @@ class LearnerActor:
         return self.worker.optimizer_steps
 
     def update(self, groups: Mapping[int, TrainingGroup], plans: Sequence[RankUpdate], step: int) -> Update:
+        rollout, reference, roles = (
+            fetch_all([pick(group) for group in groups.values()], timeout_s=self._settings.learner.timeout_s, stage=STAGE,
+                      what=f"{kind} arrays of {len(groups)} groups")
+            for kind, pick in ARRAYS.items()
+        )
         samples: dict[SampleKey, Sample] = {}
-        for index, group in groups.items():
-            for response, sample in enumerate(self._samples(group)):
-                samples[index, response] = sample
+        for position, (index, group) in enumerate(groups.items()):
+            own = samples_of(group, rollout[position], reference[position], roles[position])
+            samples.update({(index, response): sample for response, sample in enumerate(own)})
         return self.worker.update(samples, plans, step=step)
-
-    def _samples(self, group: TrainingGroup) -> list[Sample]:
-        labelled = group.labelled
-        rollout: RolloutArrays = self._fetch(labelled.rollout.arrays, "rollout", group)
-        reference: ReferenceArrays = self._fetch(labelled.reference.arrays, "reference", group)
-        roles: RoleArrays = self._fetch(labelled.roles, "roles", group)
-        return samples_of(group, rollout, reference, roles)
-
-    def _fetch(self, handle: Handle, kind: str, group: TrainingGroup) -> Any:
-        what = f"{kind} arrays of prompt {group.labelled.rollout.prompt.prompt_id}"
-        return fetch(handle, timeout_s=self._settings.learner.timeout_s, stage=STAGE, what=what)
 
     def sync_manifest(self) -> list[ParameterInfo]:
         return self.worker.manifest()
@@ -114,8 +114,10 @@ class LearnerActor:
             return None
         return [store({name: to_wire(tensor) for name, tensor in bucket.items()})]
 
-    def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return self.worker.probe_logprobs(token_ids)
+    def probe_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray] | None:
+        """Rank 0: log-probs of the probe; the other ranks only take part."""
+        logp = self.worker.probe_logprobs(token_ids)
+        return logp if self._rank == 0 else None
 
     def parameters_checksum(self) -> str:
         return self.worker.parameters_checksum()

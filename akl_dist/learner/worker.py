@@ -58,6 +58,7 @@ class LearnerWorker:
     ) -> None:
         self.rank, self.world_size, self.learner, self.objective = rank, world_size, learner, objective
         self.temperature, self.failures, self.model_path = temperature, Path(failures), Path(model_path)
+        self._trace_is_of_training = False
         self.dtype_name, self.optimizer_steps, self.skipped_steps = dtype, 0, 0
         self.device = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         torch.set_num_threads(num_threads)
@@ -164,6 +165,7 @@ class LearnerWorker:
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=self.device)
         last = len(plan.micro_batches) - 1
+        self._forget_inference_trace()
         for index, keys in enumerate(plan.micro_batches):
             batch = pack(keys, [samples[key] for key in keys], device=self.device)
             self.engine.set_gradient_accumulation_boundary(index == last)
@@ -175,6 +177,19 @@ class LearnerWorker:
             sums += result.sums
             maxima = torch.maximum(maxima, result.maxima)
         return sums, maxima
+
+    def _forget_inference_trace(self) -> None:
+        """Once, before the first training pass: have ZeRO-3 learn its order of parameter gathers from that pass.
+
+        It records the order of the first pass it sees. That is a probe without a backward pass (the check before the first
+        step), and with such a record it gathers parameters one by one in every later update: 155 gathers of the tiny model
+        instead of 4, a fifth of the learner's time.
+        """
+        if not self._trace_is_of_training:
+            coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
+            self._trace_is_of_training = True
 
     def _forward(self, batch: MicroBatch) -> TokenStatistics:
         stacked = self.engine(batch.input_ids, batch.position_ids, batch.predict_index, batch.targets, batch.ref_logprobs,

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from akl_dist.cluster import actor as process
-from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.cluster.gather import fetch_all, gather, store
 from akl_dist.contract.packing import deal
 from akl_dist.contract.records import ReferenceGroup, RolloutArrays, RolloutGroup
 from akl_dist.reference.worker import ReferenceWorker, Responses
@@ -63,15 +63,15 @@ class ReferenceActor:
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[ReferenceGroup]:
         """Resolve all groups, score them packed together, store group by group."""
-        scored = self.worker.score([self._responses(group) for group in groups])
+        arrays: list[RolloutArrays] = fetch_all(
+            [group.arrays for group in groups], timeout_s=self._settings.timeout_s, stage=STAGE,
+            what=f"rollout arrays of {len(groups)} groups")
+        scored = self.worker.score([
+            Responses(group.prompt.token_ids, np.split(own.token_ids, np.cumsum(group.response_lengths)[:-1]), own.logp)
+            for group, own in zip(groups, arrays, strict=True)
+        ])
         return [ReferenceGroup(group.prompt.prompt_id, one.kl_k1, one.kl_k3, store(one.arrays))
                 for group, one in zip(groups, scored, strict=True)]
-
-    def _responses(self, group: RolloutGroup) -> Responses:
-        what = f"rollout arrays of prompt {group.prompt.prompt_id}"
-        arrays: RolloutArrays = fetch(group.arrays, timeout_s=self._settings.timeout_s, stage=STAGE, what=what)
-        responses = np.split(arrays.token_ids, np.cumsum(group.response_lengths)[:-1])
-        return Responses(group.prompt.token_ids, responses, arrays.logp)
 
 
 class ReferencePool:

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from akl_dist.cluster import actor
-from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.cluster.gather import fetch_all, gather, store
 from akl_dist.config.schema import RolesConfig, VerifyConfig
 from akl_dist.contract.errors import RunError, VerifierFault
 from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup
-from akl_dist.verify.worker import VerifyWorker
+from akl_dist.verify.worker import LabelParts, VerifyWorker
 
 CLOSE_TIMEOUT_S = 10.0
 FETCH_TIMEOUT_S = 120.0
@@ -66,34 +66,28 @@ class VerifyActor:
         return self.worker.counters()
 
     def judge(self, groups: Sequence[RolloutGroup]) -> list[JudgedGroup]:
-        arrays = [_fetched(group.arrays, "rollout", group) for group in groups]
+        arrays = _fetched([group.arrays for group in groups], "rollout")
         return [
             dataclasses.replace(judged, arrays=store(judged.arrays)) for judged in self.worker.judge(groups, arrays)
         ]
 
     def label(self, groups: Sequence[tuple[RolloutGroup, JudgedGroup, ReferenceGroup]]) -> list[LabelledGroup]:
-        labelled = []
-        for group, judged, reference in groups:
-            record = self.worker.label(
-                group,
-                _fetched(group.arrays, "rollout", group),
-                judged,
-                _fetched(judged.arrays, "verify", group),
-                reference,
-                _fetched(reference.arrays, "reference", group),
-            )
-            labelled.append(dataclasses.replace(record, roles=store(record.roles)))
-        return labelled
+        rollout, judgement, scores = (
+            _fetched([row[i].arrays for row in groups], stage) for i, stage in enumerate(("rollout", "verify", "reference"))
+        )
+        parts = [
+            LabelParts(group, rollout[i], judged, judgement[i], reference, scores[i])
+            for i, (group, judged, reference) in enumerate(groups)
+        ]
+        return [dataclasses.replace(record, roles=store(record.roles)) for record in self.worker.label(parts)]
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
 
 
-def _fetched(handle: Any, stage: str, group: RolloutGroup) -> Any:
-    return fetch(
-        handle, timeout_s=FETCH_TIMEOUT_S, stage=stage, what=f"{stage} arrays of prompt {group.prompt.prompt_id}"
-    )
+def _fetched(handles: Sequence[Any], stage: str) -> list[Any]:
+    return fetch_all(handles, timeout_s=FETCH_TIMEOUT_S, stage=stage, what=f"{stage} arrays of {len(handles)} groups")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from akl_dist.contract.records import (
     Verdict,
 )
 from akl_dist.verify.grader import GraderPool, Item
-from akl_dist.verify.roles import position_votes, role_votes, token_roles, verifier_votes, vote_table
+from akl_dist.verify.roles import Votes, position_votes, role_votes, token_roles, verifier_votes, vote_table
 from akl_dist.verify.segments import THINK
 from akl_dist.verify.token_text import Span, TokenText
 
@@ -42,6 +42,28 @@ class _Response:
     text: str
     spans: list[Span]
     end: int
+
+
+@dataclass(frozen=True)
+class LabelParts:
+    """What the roles of one group are decided from: headers and their resolved arrays."""
+
+    group: RolloutGroup
+    arrays: RolloutArrays
+    judged: JudgedGroup
+    judged_arrays: JudgedArrays
+    reference: ReferenceGroup
+    reference_arrays: ReferenceArrays
+
+    def check(self) -> None:
+        """Raise RunError unless every array has the group's tokens."""
+        for stage, size in (
+            ("rollout", len(self.arrays.token_ids)),
+            ("verify", len(self.judged_arrays.position_mask)),
+            ("verify", len(self.judged_arrays.verifier_mask)),
+            ("reference", len(self.reference_arrays.entropy)),
+        ):
+            _check_length(self.group, stage, size)
 
 
 class VerifyWorker:
@@ -129,54 +151,45 @@ class VerifyWorker:
 
     # --- roles -------------------------------------------------------------------------------------------------------
 
-    def label(
-        self,
-        group: RolloutGroup,
-        arrays: RolloutArrays,
-        judged: JudgedGroup,
-        judged_arrays: JudgedArrays,
-        reference: ReferenceGroup,
-        reference_arrays: ReferenceArrays,
-    ) -> LabelledGroup:
-        """The group with its answer mask; ``roles`` is the :class:`RoleArrays` record itself.
+    def label(self, parts: Sequence[LabelParts]) -> list[LabelledGroup]:
+        """The groups with their answer masks; ``roles`` is the :class:`RoleArrays` record itself.
 
-        The handles inside the result are those of the arguments' headers, untouched.
+        All responses go through one padded grid: roles are decided within a response. The handles inside the results are
+        those of the arguments' headers, untouched.
         """
-        for stage, size in (
-            ("rollout", len(arrays.token_ids)),
-            ("verify", len(judged_arrays.position_mask)),
-            ("verify", len(judged_arrays.verifier_mask)),
-            ("reference", len(reference_arrays.entropy)),
-        ):
-            _check_length(group, stage, size)
-        lengths = np.asarray(group.response_lengths)
+        for one in parts:
+            one.check()
+        lengths = np.asarray([n for one in parts for n in one.group.response_lengths])
         mask = np.arange(lengths.max())[None, :] < lengths[:, None]
 
-        def padded(flat: np.ndarray, dtype: type) -> torch.Tensor:
+        def padded(pieces: list[np.ndarray], dtype: type) -> torch.Tensor:
             out = np.zeros(mask.shape, dtype)
-            out[mask] = flat
+            out[mask] = np.concatenate(pieces)
             return torch.from_numpy(out)
 
-        is_last = np.zeros(group.num_tokens, bool)
-        is_last[np.cumsum(lengths) - 1] = True
+        ids = padded([one.arrays.token_ids for one in parts], np.int32)
+        is_last = torch.from_numpy(np.arange(mask.shape[1])[None, :] == lengths[:, None] - 1)
         arguments = {
-            "entropies": padded(reference_arrays.entropy, np.float32),
+            "entropies": padded([one.reference_arrays.entropy for one in parts], np.float32),
             "mask": torch.from_numpy(mask),
-            "position_mask": padded(judged_arrays.position_mask, np.bool_),
-            "verifier_span_mask": padded(judged_arrays.verifier_mask, np.bool_),
-            "eos_mask": padded(np.isin(arrays.token_ids, list(self._end_ids)) & is_last, np.bool_),
+            "position_mask": padded([one.judged_arrays.position_mask for one in parts], np.bool_),
+            "verifier_span_mask": padded([one.judged_arrays.verifier_mask for one in parts], np.bool_),
+            "eos_mask": torch.isin(ids, torch.tensor(sorted(self._end_ids), dtype=ids.dtype)) & is_last,
             "entropy_quantile": self._roles.entropy_quantile,
             "entropy_window": self._roles.entropy_window,
         }
-        answer = token_roles(rule=self._roles.rule, **arguments)
-        return LabelledGroup(
-            rollout=group,
-            judged=judged,
-            reference=reference,
-            answer_tokens=tuple(answer.sum(1).tolist()),
-            vote_counts=vote_table(role_votes(**arguments), arguments["mask"]),
-            roles=RoleArrays(answer.numpy()[mask]),
-        )
+        answer, votes = token_roles(rule=self._roles.rule, **arguments), role_votes(**arguments)
+        labelled, start = [], 0
+        for one in parts:
+            rows = slice(start, start + len(one.group.response_lengths))
+            start = rows.stop
+            mine = Votes(votes.position[rows], votes.entropy[rows], votes.verifier[rows])
+            labelled.append(LabelledGroup(
+                rollout=one.group, judged=one.judged, reference=one.reference,
+                answer_tokens=tuple(answer[rows].sum(1).tolist()), vote_counts=vote_table(mine, arguments["mask"][rows]),
+                roles=RoleArrays(answer[rows].numpy()[mask[rows]]),
+            ))
+        return labelled
 
 
 def _flat(votes: list[list[bool]]) -> np.ndarray:

@@ -21,7 +21,7 @@ from akl_dist.weight_sync.plan import (
 )
 
 STAGE = "weight_sync"
-PROBE_TOKENS = 512
+PROBE_TOKENS = 64
 """Longest probe sequence; with it the bytes of a probe do not grow with the responses."""
 
 
@@ -59,6 +59,7 @@ class WeightSyncPool:
         self._bucket_bytes, self._mean_gap, self._max_gap = bucket_bytes, mean_gap, max_gap
         self._timeout_s = timeout_s
         self._deadline = 0.0
+        self._manifest: list[ParameterInfo] = []
 
     def sync(self, policy_version: int, probe: Sequence[RolloutGroup]) -> SyncReport:
         """Transfer, verify on the first response of each group of ``probe``, and set the engines' policy version.
@@ -88,11 +89,15 @@ class WeightSyncPool:
         )
 
     def _checked_manifest(self) -> list[ParameterInfo]:
+        """The learner's parameters, compared with every engine's on the first sync (neither changes afterwards)."""
+        if self._manifest:
+            return self._manifest
         refs = {self._rank0: self._ranks[self._rank0].sync_manifest.remote()}
         manifest = self._wait(refs, "listing parameters")[self._rank0]
         expected = self._on_engines(lambda engine: engine.parameter_manifest.remote(), "listing parameters")
         for engine, parameters in expected.items():
             check_manifest(manifest, parameters, engine=engine)
+        self._manifest = manifest
         return manifest
 
     def _transfer(self, buckets: Sequence[Sequence[ParameterInfo]]) -> None:

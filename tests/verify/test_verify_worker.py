@@ -11,7 +11,7 @@ from akl_dist.config.schema import RolesConfig, VerifyConfig
 from akl_dist.contract.errors import ModelError, RunError
 from akl_dist.contract.records import Status
 from akl_dist.verify.token_text import TokenText
-from akl_dist.verify.worker import VerifyWorker
+from akl_dist.verify.worker import LabelParts, VerifyWorker
 
 RIGHT = "<think>7+3=10;10+6=16</think>\\boxed{16}<eos>"
 WRONG = "<think></think>\\boxed{15}<eos>"
@@ -49,6 +49,11 @@ def chosen(tokenizer, group, flags):
     return rows
 
 
+def labelled_alone(worker, group, judged, reference):
+    (record,) = worker.label([LabelParts(group, group.arrays, judged, judged.arrays, reference, reference.arrays)])
+    return record
+
+
 def test_judge_and_votes(worker, tiny):
     _, tokenizer = tiny
     group = group_of(tokenizer, [RIGHT, WRONG, UNFINISHED, UNMARKED], finish=["stop", "stop", "length", "stop"])
@@ -69,7 +74,7 @@ def test_labels(worker, tiny):
     assert group.response_lengths[0] == n
     entropies = [1.0] * (n - 6) + [0.0] * 6 + [0.0] * (group.num_tokens - n)
     reference = reference_of(group, entropies)
-    labelled = worker.label(group, group.arrays, judged, judged.arrays, reference, reference.arrays)
+    labelled = labelled_alone(worker, group, judged, reference)
     answer = chosen(tokenizer, group, labelled.roles.answer_mask)
     assert answer[0] == ["\\boxed", "{", "1", "6", "}", "<eos>"]  # the end token is adjacent and low in entropy
     assert answer[1] == ["1", "6", "<eos>"]  # last line, by position and entropy
@@ -86,8 +91,22 @@ def test_labels_do_not_depend_on_the_gold(worker, tiny):
         group = group_of(tokenizer, [RIGHT, WRONG, UNMARKED], gold=gold)
         (judged,) = worker.judge([group], [group.arrays])
         reference = reference_of(group, np.random.default_rng(0).random(group.num_tokens))
-        masks.append(worker.label(group, group.arrays, judged, judged.arrays, reference, reference.arrays).roles.answer_mask)
+        masks.append(labelled_alone(worker, group, judged, reference).roles.answer_mask)
     assert np.array_equal(masks[0], masks[1]) and np.array_equal(masks[0], masks[2])
+
+
+def test_groups_labelled_together_equal_each_alone(worker, tiny):
+    """One padded grid for all groups: longer neighbours change nothing."""
+    _, tokenizer = tiny
+    groups = [group_of(tokenizer, [RIGHT, "\\boxed{16}"]), group_of(tokenizer, ["16<eos>"]), group_of(tokenizer, [RIGHT])]
+    judged = worker.judge(groups, [group.arrays for group in groups])
+    references = [reference_of(group, np.linspace(1, 0, group.num_tokens).tolist()) for group in groups]
+    together = worker.label([LabelParts(g, g.arrays, j, j.arrays, r, r.arrays)
+                             for g, j, r in zip(groups, judged, references, strict=True)])
+    for record, group, one, reference in zip(together, groups, judged, references, strict=True):
+        alone = labelled_alone(worker, group, one, reference)
+        assert np.array_equal(record.roles.answer_mask, alone.roles.answer_mask)
+        assert record.vote_counts == alone.vote_counts and record.answer_tokens == alone.answer_tokens
 
 
 def test_prompt_that_opens_the_reasoning(worker, tiny):
@@ -107,7 +126,7 @@ def test_misaligned_arrays_are_refused(worker, tiny):
     (judged,) = worker.judge([group], [group.arrays])
     reference = reference_of(other, [0.0] * other.num_tokens)
     with pytest.raises(RunError, match="reference"):
-        worker.label(group, group.arrays, judged, judged.arrays, reference, reference.arrays)
+        labelled_alone(worker, group, judged, reference)
 
 
 def test_only_ends_at_the_end_token(worker, tiny):
