@@ -6,6 +6,8 @@ What is missing is named before anything waits; the wait itself has a limit.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,10 +73,21 @@ class Reservation:
         return {"num_cpus": 0, "scheduling_strategy": place, "runtime_env": self._environment(name, 1)}
 
     def _environment(self, log_name: str, num_threads: int) -> dict[str, Any]:
-        return {"env_vars": {**thread_environment(num_threads), LOG_PATH: str(self._log_dir / f"{log_name}.log")}}
+        return {"env_vars": {**thread_environment(num_threads), LOG_PATH: str(self._log_dir / f"{log_name}.log")},
+                **quoted_interpreter(sys.executable)}
 
     def release(self) -> None:
         remove_placement_group(self._group)
+
+
+def quoted_interpreter(executable: str) -> dict[str, str]:
+    """Runtime-environment entry for an interpreter whose path a shell would split.
+
+    Ray starts a worker with a runtime environment through ``bash -c "exec PYTHON ..."`` without quoting PYTHON: in a folder with
+    a space no such worker ever starts, and nothing says why.
+    """
+    quoted = shlex.quote(executable)
+    return {} if quoted == executable else {"py_executable": quoted}
 
 
 def node_resources() -> list[Mapping[str, float]]:
