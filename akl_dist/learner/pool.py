@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import ray
 
 from akl_dist.cluster import actor as process
 from akl_dist.cluster.gather import fetch_all, gather, store
+from akl_dist.cluster.reserve import quoted_interpreter
 from akl_dist.config.schema import LearnerConfig, ObjectiveConfig
 from akl_dist.contract.errors import StaleRollout
 from akl_dist.contract.records import Handle, ParameterInfo, TrainingGroup, Update
@@ -231,7 +233,7 @@ class LearnerPool:
 
 def _with_environment(options: Mapping[str, Any], settings: LearnerSettings) -> dict[str, Any]:
     """DeepSpeed picks its accelerator and OpenMP its threads when they are loaded, so both belong to the actor's environment."""
-    runtime_env = dict(options.get("runtime_env") or {})
+    runtime_env = {**quoted_interpreter(sys.executable), **(options.get("runtime_env") or {})}
     needed = {"DS_ACCELERATOR": settings.device, "OMP_NUM_THREADS": str(settings.learner.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
     runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), **needed}
     return {**options, "runtime_env": runtime_env}

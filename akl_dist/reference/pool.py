@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import ray
 
 from akl_dist.cluster import actor as process
 from akl_dist.cluster.gather import fetch_all, gather, store
+from akl_dist.cluster.reserve import quoted_interpreter
 from akl_dist.contract.packing import deal
 from akl_dist.contract.records import ReferenceGroup, RolloutArrays, RolloutGroup
 from akl_dist.reference.worker import ReferenceWorker, Responses
@@ -119,7 +121,7 @@ class ReferencePool:
 
 def _with_environment(options: Mapping[str, Any], settings: ReferenceSettings) -> dict[str, Any]:
     """OpenMP reads its threads when it is loaded, so they belong to the actor's environment."""
-    runtime_env = dict(options.get("runtime_env") or {})
+    runtime_env = {**quoted_interpreter(sys.executable), **(options.get("runtime_env") or {})}
     needed = {"OMP_NUM_THREADS": str(settings.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
     runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), **needed}
     return {**options, "runtime_env": runtime_env}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import ray
 
 from akl_dist.cluster import actor as process
 from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.cluster.reserve import quoted_interpreter
 from akl_dist.contract.packing import probe_sequence
 from akl_dist.contract.records import ParameterInfo, Prompt, RolloutGroup, Sampling
 from akl_dist.rollout.engine import RolloutEngine
@@ -155,7 +157,7 @@ class RolloutPool:
 
 def _with_environment(options: Mapping[str, Any], settings: EngineSettings) -> dict[str, Any]:
     """Thread settings are read when a process loads OpenMP, so they belong to the actor's runtime environment."""
-    runtime_env = dict(options.get("runtime_env") or {})
+    runtime_env = {**quoted_interpreter(sys.executable), **(options.get("runtime_env") or {})}
     needed = engine_environment(device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager)
     runtime_env["env_vars"] = {**needed, **(runtime_env.get("env_vars") or {})}
     return {**options, "runtime_env": runtime_env}
