@@ -20,15 +20,19 @@ from akl_dist.contract.errors import ClusterError
 
 @dataclass(frozen=True)
 class Connection:
-    """``own`` is True when this process started the cluster."""
+    """``own`` is True when this process started the cluster; then ``guard`` ends what is left of it, should this process die."""
 
     address: str
     own: bool
+    guard: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
         """Leave the cluster; ``ray.shutdown`` ends exactly what ``ray.init`` started here."""
         unwatch()
         ray.shutdown()
+        if self.guard is not None:
+            self.guard.kill()
+            self.guard.communicate()
 
 
 def connect(address: str, *, num_cpus: int | None, object_store_mib: int, say: Callable[[str], None]) -> Connection:
@@ -39,7 +43,7 @@ def connect(address: str, *, num_cpus: int | None, object_store_mib: int, say: C
     """
     target = resolve_address(address)
     if target is None:
-        with _group_of_its_own():
+        with _group_of_its_own() as guard:
             ray.init(
                 address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
                 object_store_memory=object_store_mib * 2**20, logging_level=logging.WARNING,
@@ -47,7 +51,7 @@ def connect(address: str, *, num_cpus: int | None, object_store_mib: int, say: C
         for child in psutil.Process().children(recursive=True):
             if child.name() == "raylet":
                 watch(child)
-        return Connection("local", own=True)
+        return Connection("local", own=True, guard=guard)
     if not reachable(target):
         raise ClusterError(
             "cluster.address", got=f"nothing answers at {target}", expected="a Ray cluster, as host:port", stage="cluster",
@@ -66,22 +70,30 @@ def connect(address: str, *, num_cpus: int | None, object_store_mib: int, say: C
     return Connection(target, own=False)
 
 
+GUARD = "cat; sleep 3; kill -KILL 0"
+"""Until its input closes, which is when the driver is gone; then, after a while to end in peace, its whole group."""
+
+
 @contextmanager
-def _group_of_its_own() -> Iterator[None]:
-    """Processes started inside belong to another process group than ours.
+def _group_of_its_own() -> Iterator[subprocess.Popen[bytes] | None]:
+    """Processes started inside belong to another process group than ours, which the yielded guard leads.
 
     Schedulers and `timeout` send SIGTERM to the whole group of a job. It is for the driver, which then finishes its step and
     saves; Ray's processes would end at once and take the step with them. A process leaves its group by joining another one,
-    so a placeholder holds the new group open while this process starts the cluster from inside it.
+    so the guard opens a group and this process starts the cluster from inside it. Ray's agents outlive a killed driver by
+    a minute or more, trying to report to servers that are gone; the guard ends them.
     """
     if os.getsid(0) == os.getpid():  # a session leader cannot leave its group; then a signal to all ends the run with an error
-        yield
+        yield None
         return
     before = os.getpgrp()
-    placeholder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)  # ends with us
+    guard = subprocess.Popen(["sh", "-c", GUARD], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
     try:
-        os.setpgid(0, placeholder.pid)
-        yield
+        os.setpgid(0, guard.pid)
+        yield guard
+    except BaseException:
+        guard.kill()
+        guard.communicate()
+        raise
     finally:
         os.setpgid(0, before)
-        placeholder.communicate()

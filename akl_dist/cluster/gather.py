@@ -6,10 +6,12 @@ a dead actor first, then an error raised on purpose, then anything else.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 from ray.exceptions import (
@@ -145,11 +147,19 @@ def fetch(handle: Handle, *, timeout_s: float, stage: str, what: str) -> Any:
     return fetch_all([handle], timeout_s=timeout_s, stage=stage, what=what)[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Handle of one of several records that share an object of the store."""
+
+    ref: Any
+    index: int
+
+
 def fetch_all(handles: Sequence[Handle], *, timeout_s: float, stage: str, what: str) -> list[Any]:
     """The records behind handles, in order, in one request (a request per handle costs more than the arrays of a small one)."""
-    refs = [handle for handle in handles if isinstance(handle, ray.ObjectRef)]
+    wanted = {_ref(handle): None for handle in handles if _ref(handle) is not None}
     try:
-        found = iter(ray.get(refs, timeout=timeout_s))
+        found = dict(zip(wanted, ray.get(list(wanted), timeout=timeout_s), strict=True))
     except GetTimeoutError as error:
         raise DeadlineExceeded(
             what, got=f"not delivered within {timeout_s:g} s", expected="the arrays behind a handle",
@@ -157,9 +167,46 @@ def fetch_all(handles: Sequence[Handle], *, timeout_s: float, stage: str, what: 
         ) from error
     except RayError as error:
         raise died(f"owner of {what}", stage, f"fetching {what}", error) from error
-    return [next(found) if isinstance(handle, ray.ObjectRef) else handle for handle in handles]
+    return [found[handle.ref][handle.index] if isinstance(handle, Part) else found.get(_ref(handle), handle) for handle in handles]
+
+
+def _ref(handle: Handle) -> Any:
+    if isinstance(handle, Part):
+        return handle.ref
+    return handle if isinstance(handle, ray.ObjectRef) else None
 
 
 def store(value: Any) -> Handle:
     """Put a record of arrays into the object store of this node and return its handle."""
     return ray.put(value)
+
+
+SHARED_OBJECT_BYTES = 2**20
+"""Records share an object up to this size: small ones cost a request each, and large ones should move only where needed."""
+
+
+def store_all(records: Sequence[Any]) -> list[Handle]:
+    """Put records (dataclasses of arrays) into the object store, small neighbours together; their handles in order."""
+    handles: list[Handle] = []
+    members: list[Any] = []
+    size = 0
+    for record in records:
+        if members and size + _nbytes(record) > SHARED_OBJECT_BYTES:
+            handles += _store_together(members)
+            members, size = [], 0
+        members.append(record)
+        size += _nbytes(record)
+    return handles + _store_together(members)
+
+
+def _store_together(members: list[Any]) -> list[Handle]:
+    if not members:
+        return []
+    ref = ray.put(members)
+    return [Part(ref, index) for index in range(len(members))]
+
+
+def _nbytes(record: Any) -> int:
+    values = [getattr(record, field.name) for field in dataclasses.fields(record)]
+    texts = [text for value in values if isinstance(value, tuple) for text in value if isinstance(text, str)]
+    return sum(value.nbytes for value in values if isinstance(value, np.ndarray)) + sum(map(len, texts))

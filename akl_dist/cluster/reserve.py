@@ -90,6 +90,16 @@ def quoted_interpreter(executable: str) -> dict[str, str]:
     return {} if quoted == executable else {"py_executable": quoted}
 
 
+def with_environment(options: Mapping[str, Any], env_vars: Mapping[str, str]) -> dict[str, Any]:
+    """Ray options of an actor with ``env_vars`` in its runtime environment; those already there win.
+
+    For what libraries read when they are loaded: threads of OpenMP, the accelerator of DeepSpeed.
+    """
+    runtime_env = {**quoted_interpreter(sys.executable), **(options.get("runtime_env") or {})}
+    runtime_env["env_vars"] = {**env_vars, **(runtime_env.get("env_vars") or {})}
+    return {**options, "runtime_env": runtime_env}
+
+
 def node_resources() -> list[Mapping[str, float]]:
     """CPUs and GPUs of each living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

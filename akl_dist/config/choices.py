@@ -18,20 +18,25 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.layout": ("colocated", "separate"),
     "model.dtype": DTYPES,
     "model.attention": ("sdpa", "eager", "flash_attention_2"),
-    "data.recipe": ("tiny", "gsm8k", "math", "gsm8k_math", "generic"),
+    "data.recipe": ("tiny", "multi_solution", "continual", "gsm8k", "math", "gsm8k_math", "generic"),
     "data.overlong": ("drop", "error"),
     "rollout.dtype": DTYPES,
     "verify.kind": ("math",),
-    "roles.rule": ("majority", "position", "entropy", "verifier"),
+    "roles.rule": ("majority", "position", "entropy", "verifier", "random_span", "random_tokens"),
     "roles.entropy_source": ("reference",),
     "objective.anchor": ("old", "rollout"),
     "objective.aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"),
     "objective.kl.direction_reasoning": DIRECTIONS,
     "objective.kl.direction_answer": DIRECTIONS,
-    "objective.kl.estimator": ("sampled", "full"),
-    "objective.kl.state_weight": ("token", "cumulative"),
-    "objective.kl.placement": ("loss",),
+    "objective.advantage": ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"),
+    "objective.kl.estimator": ("sampled", "topk", "full"),
+    "objective.kl.state_weight": ("token", "cumulative", "none"),
+    "objective.kl.placement": ("loss", "reward"),
     "objective.kl.kl_denominator": ("tokens", "role"),
+    "objective.cokl.estimator": ("paper", "group", "reference_buffer"),
+    "objective.cokl.prompts": ("same", "anchor_dataset"),
+    "objective.correction.kind": ("auto", "none", "tis", "icepop", "mis"),
+    "objective.correction.level": ("token", "sequence"),
 }
 
 # (key, lowest, highest, whether the lowest itself is allowed); every number is also finite.
@@ -57,6 +62,7 @@ RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("rollout.max_num_seqs", 1, math.inf, True),
     ("rollout.num_threads", 1, math.inf, True),
     ("rollout.max_staleness", 0, math.inf, True),
+    ("rollout.dynamic_sampling_rounds", 0, math.inf, True),
     ("rollout.timeout_s", 0, math.inf, False),
     ("verify.num_workers", 1, math.inf, True),
     ("verify.timeout_s", 0, math.inf, False),
@@ -71,11 +77,23 @@ RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("reference.num_threads", 1, math.inf, True),
     ("reference.timeout_s", 0, math.inf, False),
     ("objective.aggregation_norm", 1, math.inf, True),
+    ("objective.gamma", 0, 1, False),
+    ("objective.gae_lambda", 0, 1, True),
+    ("objective.overlong_buffer_tokens", 0, math.inf, True),
+    ("objective.overlong_penalty", 0, math.inf, True),
     ("objective.entropy_coef", 0, math.inf, True),
     ("objective.kl.beta_reasoning", 0, math.inf, True),
     ("objective.kl.beta_answer", 0, math.inf, True),
     ("objective.kl.max_weight", 0, math.inf, False),
-    ("objective.kl.full_vocabulary_limit", 1, math.inf, True),
+    ("objective.kl.topk", 1, math.inf, True),
+    ("objective.kl.adaptive_target", 0, math.inf, False),
+    ("objective.kl.adaptive_horizon", 1, math.inf, True),
+    ("objective.cokl.beta", 0, math.inf, True),
+    ("objective.cokl.reference_samples", 1, math.inf, True),
+    ("objective.cokl.clip", 0, 1, False),
+    ("objective.cokl.min_ess_fraction", 0, 1, True),
+    ("objective.correction.low", 0, math.inf, True),
+    ("objective.correction.high", 0, math.inf, False),
     ("learner.num_ranks", 1, math.inf, True),
     ("learner.lr", 0, math.inf, True),
     ("learner.warmup_steps", 0, math.inf, True),
@@ -87,6 +105,10 @@ RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("learner.param_persistence_threshold", 0, math.inf, True),
     ("learner.num_threads", 1, math.inf, True),
     ("learner.timeout_s", 0, math.inf, False),
+    ("critic.lr", 0, math.inf, True),
+    ("critic.clip", 0, math.inf, False),
+    ("critic.warmup_steps", 0, math.inf, True),
+    ("critic.max_grad_norm", 0, math.inf, False),
     ("weight_sync.bucket_mib", 0, math.inf, False),
     ("weight_sync.probe_sequences", 1, math.inf, True),
     ("weight_sync.max_gap", 0, math.inf, False),
@@ -108,13 +130,39 @@ def _number(value: Any) -> bool:
 # Parameter -> (test of a value, the rule in words).
 Rule = tuple[Callable[[Any], bool], str]
 
+_FROM_ZERO_TO_ONE: Rule = (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1")
+_NOT_NEGATIVE: Rule = (lambda v: _number(v) and v >= 0, "a number of at least 0")
+_POSITIVE: Rule = (lambda v: _number(v) and v > 0, "a number above 0")
+_POSITIVE_OR_NULL: Rule = (lambda v: v is None or (_number(v) and v > 0), "a number above 0, or null")
+_ABOVE_ONE_OR_NULL: Rule = (lambda v: v is None or (_number(v) and v > 1), "a number above 1, or null")
+_PREFIX_LOSS: dict[str, Rule] = {
+    "clip_low": _NOT_NEGATIVE,
+    "clip_high": _NOT_NEGATIVE,
+    "dual_clip": _POSITIVE_OR_NULL,
+    "power": (lambda v: _number(v) and -2 <= v <= 2, "a number from -2 to 2"),
+    "clip_space": (lambda v: v in ("log", "ratio"), "log or ratio"),
+}
+_DIVERGENCE_MASK: dict[str, Rule] = {"delta_low": _NOT_NEGATIVE, "delta_high": _NOT_NEGATIVE, "max_ratio": _POSITIVE}
+
 POLICY_LOSS_PARAMS: dict[str, dict[str, Rule]] = {
-    "ppo": {
-        "clip_low": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-        "clip_high": (lambda v: _number(v) and v >= 0, "a number of at least 0"),
-        "dual_clip": (lambda v: v is None or (_number(v) and v > 1), "a number above 1, or null"),
+    "ppo": {"clip_low": _FROM_ZERO_TO_ONE, "clip_high": _NOT_NEGATIVE, "dual_clip": _ABOVE_ONE_OR_NULL},
+    "gspo": {"clip_low": _FROM_ZERO_TO_ONE, "clip_high": _NOT_NEGATIVE},
+    "cispo": {
+        "clip_low": (lambda v: v is None or (_number(v) and 0 <= v <= 1), "a number from 0 to 1, or null"),
+        "clip_high": _NOT_NEGATIVE,
     },
+    "ctpo": _PREFIX_LOSS,
+    "ctpo_geomean": _PREFIX_LOSS,
+    "spo": {"epsilon": _POSITIVE},
+    "drpo": {"delta": _POSITIVE},
+    "dppo_tv": _DIVERGENCE_MASK,
+    "dppo_kl": _DIVERGENCE_MASK,
+    "reinforce": {"max_weight": _POSITIVE_OR_NULL},
 }
 
-# Losses whose trust region is measured against the policy that sampled (objective.anchor must be rollout).
-ROLLOUT_ANCHORED: tuple[str, ...] = ()
+# What clip_space=ratio asks of these parameters beyond their own rules: they are ratios then, not nats.
+RATIO_SPACE: dict[str, Rule] = {"clip_low": _FROM_ZERO_TO_ONE, "dual_clip": _ABOVE_ONE_OR_NULL}
+
+# Losses whose trust region is a distance to the policy that sampled, in probabilities (objective.anchor must be rollout).
+# SPO's is a ratio, so it is measured against either anchor.
+ROLLOUT_ANCHORED: tuple[str, ...] = ("drpo", "dppo_tv", "dppo_kl")

@@ -39,12 +39,13 @@ class ColumnsConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    recipe: str = "tiny"  # tiny | gsm8k | math | gsm8k_math | generic
+    recipe: str = "tiny"  # tiny | multi_solution | continual | gsm8k | math | gsm8k_math | generic
     name: str | None = None  # hub data set, instead of the recipe's own
     path: str | None = None  # local JSONL or Parquet file, instead of the hub
     split: str = "train"
     eval_path: str | None = None
     eval_split: str = "test"
+    anchor_path: str | None = None  # prompts of objective.cokl.prompts=anchor_dataset, of the same recipe
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     system_prompt: str | None = None
     prompt_suffix: str | None = None  # null = the recipe's own instruction after each problem
@@ -68,6 +69,7 @@ class RolloutConfig:
     enforce_eager: bool = True
     num_threads: int = 1
     max_staleness: int = 0  # policy versions between sampling and the first update on the sample
+    dynamic_sampling_rounds: int = 0  # further draws that replace groups of zero spread (DAPO); 0 = keep them
     replay: str | None = None  # folder of rollout dumps to train from, without engines
     timeout_s: float = 600.0
 
@@ -84,7 +86,7 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class RolesConfig:
-    rule: str = "majority"  # majority | position | entropy | verifier
+    rule: str = "majority"  # majority | position | entropy | verifier | random_span | random_tokens
     entropy_source: str = "reference"
     entropy_quantile: float = 0.5
     entropy_window: int = 9
@@ -105,24 +107,54 @@ class KLConfig:
     beta_answer: float = 4e-2
     direction_reasoning: str = "forward"  # forward = KL(ref||pi) | reverse = KL(pi||ref) | symmetric
     direction_answer: str = "reverse"
-    estimator: str = "sampled"  # sampled | full (exact over the vocabulary)
-    state_weight: str = "token"  # token | cumulative
+    estimator: str = "topk"  # sampled | topk | full (exact over the vocabulary)
+    topk: int = 20  # reference's most probable tokens that estimator topk looks at
+    state_weight: str = "token"  # token | cumulative | none (unweighted: what GRPO code in the wild does)
     max_weight: float | None = 2.0  # truncation of the importance weight; null = none
-    placement: str = "loss"
+    placement: str = "loss"  # loss | reward (k1 return-to-go in the advantages: the exact full-sequence reverse KL)
     kl_denominator: str = "tokens"  # tokens (shared with the policy loss) | role (tokens of the same role)
-    full_vocabulary_limit: int = 4096  # estimator full ships [tokens, vocabulary] from the reference
+    budget_matched: bool = False  # both roles take f * beta_answer + (1 - f) * beta_reasoning, f = the step's answer share
+    adaptive_target: float | None = None  # nats a token that an adaptive coefficient of both betas aims at; null = constant
+    adaptive_horizon: int = 100  # steps in which that coefficient may change by a factor of about e^0.2
+
+
+@dataclass(frozen=True)
+class CoKLConfig:
+    beta: float = 0.0  # 0 = no term
+    estimator: str = "group"  # paper | group | reference_buffer
+    reference_samples: int = 4  # responses per prompt drawn once from the reference (paper, reference_buffer)
+    clip: float = 0.2  # window of the paper's sequence-level ratio
+    min_ess_fraction: float = 0.5  # weights are tempered until their effective sample size is max(2, this share of n)
+    length_normalize: bool = False  # changes the target: log-probabilities per token instead of per sequence
+    prompts: str = "same"  # same | anchor_dataset (prompts of data.anchor_path or of the continual recipe's old task)
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    kind: str = "auto"  # auto | none | tis | icepop | mis; auto = token tis at 2 where engine and learner dtypes differ
+    level: str = "token"  # token | sequence: what the ratio old/mu is taken over
+    low: float | None = None  # smallest ratio that counts (icepop, mis)
+    high: float = 2.0  # truncation (tis) or largest ratio that counts (icepop, mis)
 
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
     policy_loss: str = "ppo"
     policy_loss_params: dict[str, Any] = field(default_factory=dict)  # e.g. {clip_low: 0.2, clip_high: 0.2}
+    policy_loss_module: str | None = None  # importable module of one's own that registers policy_loss
     anchor: str = "old"  # old | rollout
     aggregation: str = "token_mean"  # token_mean | seq_mean_token_mean | seq_mean_token_sum_norm
     aggregation_norm: int = 8192  # constant of seq_mean_token_sum_norm
-    normalize_std: bool = True
+    advantage: str = "grpo"  # grpo | rloo | reinforce_pp | reinforce_pp_baseline | gae (with a critic)
+    normalize_std: bool = True  # grpo and rloo: divide by the group's standard deviation
+    gamma: float = 1.0  # discount a token (gae)
+    gae_lambda: float = 1.0
+    overlong_buffer_tokens: int = 0  # last tokens of the length limit in which the reward falls by up to overlong_penalty; 0 = off
+    overlong_penalty: float = 1.0
     entropy_coef: float = 0.0
     kl: KLConfig = field(default_factory=KLConfig)
+    cokl: CoKLConfig = field(default_factory=CoKLConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
 
 @dataclass(frozen=True)
@@ -141,6 +173,18 @@ class LearnerConfig:
     param_persistence_threshold: int = 0  # ZeRO-3: smaller parameters stay whole on every rank
     num_threads: int = 1
     timeout_s: float = 900.0
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of objective.advantage=gae; batches, ranks, threads and limits are the learner's."""
+
+    path: str | None = None  # backbone; null = model.path
+    lr: float = 1e-5
+    clip: float | None = 0.2  # window of the value loss around the old values; null = unclipped
+    warmup_steps: int = 0  # loop steps in which the critic alone trains
+    max_grad_norm: float = 1.0
+    whiten: bool = True  # advantages to mean 0 and variance 1 over the step's tokens
 
 
 @dataclass(frozen=True)
@@ -191,6 +235,7 @@ class Config:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

@@ -99,6 +99,9 @@ def nearest_key(key: str) -> str | None:
 def unknown_key(key: str) -> UserError:
     """The error for a key that does not exist, with the nearest one that does."""
     close = nearest_key(key)
+    same_last = [name for name in hints() if name.rpartition(".")[2] == key]
+    if len(same_last) > 1:
+        close = " or ".join(same_last)
     return UserError(
         key, got="an unknown key", expected=f"{close}" if close else "a key of the schema",
         remedy=f"Write {close}." if close else "The keys are listed in akl_dist/config/schema.py.", stage="config",

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from akl_dist.config import models, typed
-from akl_dist.config.choices import CHOICES, POLICY_LOSS_PARAMS, RANGES, ROLLOUT_ANCHORED
+from akl_dist.config.choices import CHOICES, POLICY_LOSS_PARAMS, RANGES, RATIO_SPACE, ROLLOUT_ANCHORED
+from akl_dist.config.own_loss import own_loss_problems
+from akl_dist.config.problems import Problems, Unread
+from akl_dist.config.problems import problem as _problem
 from akl_dist.config.schema import Config
+from akl_dist.config.validate_objective import objective_problems, objective_warnings, unread_keys
 from akl_dist.contract.errors import ConfigError, DataError, ModelError, UserError, nearest
 
 FLOAT32_GAP = 1e-3  # nats; engines and learner in float32 agree to about 1e-5
 BFLOAT16_MEAN_GAP = 0.05  # nats; the maximum over thousands of bfloat16 tokens is unbounded in practice
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]*")
-Problems = Iterator[UserError]
 
 
 def validate(config: Config) -> None:
@@ -32,7 +33,7 @@ def validate(config: Config) -> None:
     problems = [*_choices(config), *_ranges(config)]
     wrong = {problem.subject for problem in problems}
     later = [*_names(config), *_files(config), *_devices(config), *_batch(config), *_lengths(config), *_precision(config),
-             *_policy_loss(config), *_kl(config), *_limits(config), *_unused(config)]
+             *_policy_loss(config), *objective_problems(config), *_limits(config), *_unused(config)]
     problems += [problem for problem in later if problem.subject not in wrong]  # a value out of range breaks sums, too
     problems += [problem for problem in _model(config) if problem.subject not in wrong]
     if problems:
@@ -42,7 +43,7 @@ def validate(config: Config) -> None:
 def warnings(config: Config) -> list[str]:
     """Settings that are allowed and probably not meant, one sentence each."""
     found: list[str] = []
-    rollout, kl = config.rollout, config.objective.kl
+    rollout = config.rollout
     if rollout.group_size == 1:
         found.append("rollout.group_size=1: a group of one has advantage 0, so nothing but the KL term trains.")
     if rollout.prompts_per_step % rollout.num_engines:
@@ -51,10 +52,7 @@ def warnings(config: Config) -> list[str]:
     if rollout.dtype != config.model.dtype:
         found.append(f"rollout.dtype={rollout.dtype} and model.dtype={config.model.dtype} differ: engine and learner "
                      "log-probs then differ, too.")
-    if kl.beta_reasoning == 0 and kl.beta_answer == 0:
-        found.append("both betas of objective.kl are 0: no KL term.")
-    if kl.max_weight is None and kl.estimator == "sampled":
-        found.append("objective.kl.max_weight=null: importance weights of the KL term are unbounded.")
+    found += objective_warnings(config)
     if config.learner.lr == 0:
         found.append("learner.lr=0: the weights never change.")
     if config.evaluate.num_problems == 0:
@@ -75,10 +73,6 @@ def not_run_yet(config: Config) -> list[str]:
         return [f"reference.ranks_per_worker={config.reference.ranks_per_worker}: a reference model sharded over several "
                 "devices is laid out and planned, not run yet."]
     return []
-
-
-def _problem(key: str, value: Any, rule: str, remedy: str, kind: type[UserError] = UserError) -> UserError:
-    return kind(key, got=repr(value), expected=rule, remedy=remedy, stage="config")
 
 
 def _choices(config: Config) -> Problems:
@@ -241,6 +235,9 @@ def _precision(config: Config) -> Problems:
 
 def _policy_loss(config: Config) -> Problems:
     objective = config.objective
+    if objective.policy_loss_module is not None:
+        yield from own_loss_problems(config)  # its parameters are known when it has been imported
+        return
     accepted = POLICY_LOSS_PARAMS.get(objective.policy_loss)
     if accepted is None:
         close = nearest(objective.policy_loss, POLICY_LOSS_PARAMS) or "ppo"
@@ -255,15 +252,15 @@ def _policy_loss(config: Config) -> Problems:
                            f"Write {close}." if close else "Leave it out.")
         elif not accepted[name][0](value):
             yield _problem(key, value, accepted[name][1], f"Give {name} {accepted[name][1]}.")
+    if objective.policy_loss_params.get("clip_space") == "ratio":
+        for name, (fits, rule) in RATIO_SPACE.items():
+            value = objective.policy_loss_params.get(name)
+            if value is not None and name in accepted and accepted[name][0](value) and not fits(value):
+                yield _problem(f"objective.policy_loss_params.{name}", value, f"{rule} with clip_space=ratio",
+                               f"Give {name} {rule}, or leave clip_space out (log).")
     if objective.policy_loss in ROLLOUT_ANCHORED and objective.anchor != "rollout":
         yield _problem("objective.anchor", objective.anchor, f"rollout with objective.policy_loss={objective.policy_loss}",
                        "Write objective.anchor=rollout.")
-
-
-def _kl(config: Config) -> Problems:
-    kl = config.objective.kl
-    if kl.max_weight is not None and kl.max_weight < 1:
-        yield _problem("objective.kl.max_weight", kl.max_weight, "at least 1 (on-policy weights are 1), or null", "2 is usual.")
 
 
 def _limits(config: Config) -> Problems:
@@ -275,15 +272,9 @@ def _limits(config: Config) -> Problems:
 
 def _unused(config: Config) -> Problems:
     """Keys that the chosen variant does not read, set to something else than the default: most likely a mistake."""
-    objective, cluster = config.objective, config.cluster
-    rules: tuple[tuple[str, bool, str], ...] = (
-        ("objective.aggregation_norm", objective.aggregation == "seq_mean_token_sum_norm",
-         "objective.aggregation=seq_mean_token_sum_norm"),
-        ("roles.entropy_quantile", config.roles.rule in ("majority", "entropy"), "roles.rule=majority or entropy"),
-        ("roles.entropy_window", config.roles.rule in ("majority", "entropy"), "roles.rule=majority or entropy"),
-        ("objective.kl.full_vocabulary_limit", objective.kl.estimator == "full", "objective.kl.estimator=full"),
-        ("objective.kl.max_weight", objective.kl.estimator == "sampled" or objective.kl.state_weight == "cumulative",
-         "objective.kl.estimator=sampled or state_weight=cumulative"),
+    cluster = config.cluster
+    rules: tuple[Unread, ...] = (
+        *unread_keys(config),
         ("rollout.gpu_memory_utilization", cluster.device == "cuda", "cluster.device=cuda"),
         ("learner.offload_optimizer", cluster.device == "cuda", "cluster.device=cuda"),
         ("rollout.kv_cache_gib", cluster.device == "cpu", "cluster.device=cpu"),
@@ -302,17 +293,10 @@ def _model(config: Config) -> Problems:
         return
     if model is not None:
         yield from _model_rules(config, model)
-    elif config.objective.kl.estimator == "full":
-        yield _problem("objective.kl.estimator", "full", f"sampled: the vocabulary of {config.model.path} is not known here",
-                       "Write objective.kl.estimator=sampled, or model.path=DIR of a downloaded copy.")
 
 
 def _model_rules(config: Config, model: models.ModelSizes) -> Problems:
-    kl, tensor_parallel = config.objective.kl, config.rollout.tensor_parallel_size
-    if kl.estimator == "full" and model.vocabulary > kl.full_vocabulary_limit:
-        yield _problem("objective.kl.estimator", "full", f"sampled: the vocabulary of {config.model.path} has {model.vocabulary} "
-                       f"entries, objective.kl.full_vocabulary_limit is {kl.full_vocabulary_limit}",
-                       "Write objective.kl.estimator=sampled.")
+    tensor_parallel = config.rollout.tensor_parallel_size
     if model.num_heads % tensor_parallel:
         yield _problem("rollout.tensor_parallel_size", tensor_parallel, f"a divisor of the model's {model.num_heads} heads",
                        "Use a power of two that divides it.")

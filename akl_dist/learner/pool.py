@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,15 @@ import ray
 
 from akl_dist.cluster import actor as process
 from akl_dist.cluster.gather import fetch_all, gather, store
-from akl_dist.cluster.reserve import quoted_interpreter
+from akl_dist.cluster.reserve import with_environment
 from akl_dist.config.schema import LearnerConfig, ObjectiveConfig
 from akl_dist.contract.errors import StaleRollout
 from akl_dist.contract.records import Handle, ParameterInfo, TrainingGroup, Update
-from akl_dist.learner.batch import RankUpdate, Sample, SampleKey, lengths_of, plan_updates, samples_of
-from akl_dist.learner.gathering import to_wire
-from akl_dist.learner.worker import LearnerWorker, listen
+from akl_dist.learner.batch import Sample, samples_of
+from akl_dist.learner.worker import LearnerWorker
+from akl_dist.zero3.gathering import to_wire
+from akl_dist.zero3.planning import RankUpdate, SampleKey, lengths_of, plan_updates
+from akl_dist.zero3.rank import listen
 
 STAGE = "learner"
 CLOSE_TIMEOUT_S = 10.0
@@ -94,7 +95,9 @@ class LearnerActor:
         """Optimizer steps taken; answers only when the rank is up and idle."""
         return self.worker.optimizer_steps
 
-    def update(self, groups: Mapping[int, TrainingGroup], plans: Sequence[RankUpdate], step: int) -> Update:
+    def update(
+        self, groups: Mapping[int, TrainingGroup], plans: Sequence[RankUpdate], step: int, kl_coefficient: float
+    ) -> Update:
         rollout, reference, roles = (
             fetch_all([pick(group) for group in groups.values()], timeout_s=self._settings.learner.timeout_s, stage=STAGE,
                       what=f"{kind} arrays of {len(groups)} groups")
@@ -104,7 +107,7 @@ class LearnerActor:
         for position, (index, group) in enumerate(groups.items()):
             own = samples_of(group, rollout[position], reference[position], roles[position])
             samples.update({(index, response): sample for response, sample in enumerate(own)})
-        return self.worker.update(samples, plans, step=step)
+        return self.worker.update(samples, plans, step=step, kl_coefficient=kl_coefficient)
 
     def sync_manifest(self) -> list[ParameterInfo]:
         return self.worker.manifest()
@@ -160,9 +163,11 @@ class LearnerPool:
         self._max_staleness, self._current_version = max_staleness, current_version
         self.ranks: dict[str, Any] = {}
         """Actor name -> handle, rank 0 first, for the weight sync."""
+        threads = str(settings.learner.num_threads)
+        needed = {"DS_ACCELERATOR": settings.device, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
         for rank, options in enumerate(actor_options):
             name = f"learner/{run_id}/{rank}"
-            actor = ray.remote(LearnerActor).options(**_with_environment(options, settings), name=name, max_restarts=0)
+            actor = ray.remote(LearnerActor).options(**with_environment(options, needed), name=name, max_restarts=0)
             self.ranks[name] = actor.remote(settings, name, rank, len(actor_options))
         rendezvous = next(iter(self.ranks.values())).rendezvous.remote()
         self._started = {name: rank.start.remote(rendezvous) for name, rank in self.ranks.items()}
@@ -175,8 +180,8 @@ class LearnerPool:
         """Optimizer steps taken by each rank."""
         return self._all(lambda rank: rank.ping.remote(), "answering a ping")
 
-    def update(self, groups: Sequence[TrainingGroup], *, step: int) -> Update:
-        """All optimizer steps of loop iteration ``step``.
+    def update(self, groups: Sequence[TrainingGroup], *, step: int, kl_coefficient: float = 1.0) -> Update:
+        """All optimizer steps of loop iteration ``step``; ``kl_coefficient`` is the adaptive factor of both betas.
 
         Raises:
             StaleRollout: a group older than the bound allows.
@@ -190,7 +195,7 @@ class LearnerPool:
         refs = {}
         for rank, (name, actor) in enumerate(self.ranks.items()):
             own = {index: groups[index] for plan in plans for index in plan.groups[rank]}
-            refs[name] = actor.update.remote(own, [plan.for_rank(rank) for plan in plans], step)
+            refs[name] = actor.update.remote(own, [plan.for_rank(rank) for plan in plans], step, kl_coefficient)
         results = gather(refs, timeout_s=self._timeout_s, stage=STAGE, doing=f"updating at step {step}")
         return next(iter(results.values()))
 
@@ -229,11 +234,3 @@ class LearnerPool:
 
     def _all(self, call: Callable[[Any], Any], doing: str) -> dict[str, Any]:
         return gather({name: call(rank) for name, rank in self.ranks.items()}, timeout_s=self._timeout_s, stage=STAGE, doing=doing)
-
-
-def _with_environment(options: Mapping[str, Any], settings: LearnerSettings) -> dict[str, Any]:
-    """DeepSpeed picks its accelerator and OpenMP its threads when they are loaded, so both belong to the actor's environment."""
-    runtime_env = {**quoted_interpreter(sys.executable), **(options.get("runtime_env") or {})}
-    needed = {"DS_ACCELERATOR": settings.device, "OMP_NUM_THREADS": str(settings.learner.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), **needed}
-    return {**options, "runtime_env": runtime_env}

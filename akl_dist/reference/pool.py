@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ import numpy as np
 import ray
 
 from akl_dist.cluster import actor as process
-from akl_dist.cluster.gather import fetch_all, gather, store
-from akl_dist.cluster.reserve import quoted_interpreter
+from akl_dist.cluster.gather import fetch_all, gather, store_all
+from akl_dist.cluster.reserve import with_environment
 from akl_dist.contract.packing import deal
 from akl_dist.contract.records import ReferenceGroup, RolloutArrays, RolloutGroup
 from akl_dist.reference.worker import ReferenceWorker, Responses
@@ -32,7 +31,8 @@ class ReferenceSettings:
     num_threads: int
     max_tokens_per_batch: int
     logprob_chunk_tokens: int
-    full_vocabulary: bool
+    kl_estimator: str
+    topk: int
     timeout_s: float
 
 
@@ -49,7 +49,8 @@ class ReferenceActor:
         self._worker = ReferenceWorker(
             model_path=settings.model_path, dtype=settings.dtype, attention=settings.attention, temperature=settings.temperature,
             num_threads=settings.num_threads, max_tokens_per_batch=settings.max_tokens_per_batch,
-            logprob_chunk_tokens=settings.logprob_chunk_tokens, full_vocabulary=settings.full_vocabulary, device=settings.device,
+            logprob_chunk_tokens=settings.logprob_chunk_tokens, kl_estimator=settings.kl_estimator, topk=settings.topk,
+            device=settings.device,
         )
         return self._name
 
@@ -72,8 +73,9 @@ class ReferenceActor:
             Responses(group.prompt.token_ids, np.split(own.token_ids, np.cumsum(group.response_lengths)[:-1]), own.logp)
             for group, own in zip(groups, arrays, strict=True)
         ])
-        return [ReferenceGroup(group.prompt.prompt_id, one.kl_k1, one.kl_k3, store(one.arrays))
-                for group, one in zip(groups, scored, strict=True)]
+        handles = store_all([one.arrays for one in scored])
+        return [ReferenceGroup(group.prompt.prompt_id, one.kl_k1, one.kl_k3, handle)
+                for group, one, handle in zip(groups, scored, handles, strict=True)]
 
 
 class ReferencePool:
@@ -90,9 +92,10 @@ class ReferencePool:
         self._timeout_s = settings.timeout_s
         self.workers: dict[str, Any] = {}
         """Actor name -> handle."""
+        needed = {"OMP_NUM_THREADS": str(settings.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
         for index, options in enumerate(actor_options):
             name = f"reference/{run_id}/{index}"
-            actor = ray.remote(ReferenceActor).options(**_with_environment(options, settings), name=name, max_restarts=0)
+            actor = ray.remote(ReferenceActor).options(**with_environment(options, needed), name=name, max_restarts=0)
             self.workers[name] = actor.remote(settings, name)
         self._started = {name: worker.start.remote() for name, worker in self.workers.items()}
 
@@ -117,11 +120,3 @@ class ReferencePool:
     def close(self) -> None:
         for worker in self.workers.values():
             ray.kill(worker)
-
-
-def _with_environment(options: Mapping[str, Any], settings: ReferenceSettings) -> dict[str, Any]:
-    """OpenMP reads its threads when it is loaded, so they belong to the actor's environment."""
-    runtime_env = {**quoted_interpreter(sys.executable), **(options.get("runtime_env") or {})}
-    needed = {"OMP_NUM_THREADS": str(settings.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), **needed}
-    return {**options, "runtime_env": runtime_env}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +10,8 @@ import numpy as np
 import ray
 
 from akl_dist.cluster import actor as process
-from akl_dist.cluster.gather import fetch, gather, store
-from akl_dist.cluster.reserve import quoted_interpreter
+from akl_dist.cluster.gather import fetch_all, gather, store_all
+from akl_dist.cluster.reserve import with_environment
 from akl_dist.contract.packing import probe_sequence
 from akl_dist.contract.records import ParameterInfo, Prompt, RolloutGroup, Sampling
 from akl_dist.rollout.engine import RolloutEngine
@@ -51,6 +50,7 @@ class RolloutActor:
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[RolloutGroup], float]:
         """Groups in the prompts' order, and the seconds the engine worked."""
         start = time.perf_counter()
+        drawn = self.engine.sample(prompts, sampling)
         groups = [
             RolloutGroup(
                 prompt=prompt,
@@ -58,19 +58,17 @@ class RolloutActor:
                 finish_reasons=sampled.finish_reasons,
                 policy_version=self.engine.policy_version,
                 engine=self._name,
-                arrays=store(sampled.arrays),
+                arrays=handle,
             )
-            for prompt, sampled in zip(prompts, self.engine.sample(prompts, sampling), strict=True)
+            for prompt, sampled, handle in zip(prompts, drawn, store_all([one.arrays for one in drawn]), strict=True)
         ]
         return groups, time.perf_counter() - start
 
     def probe_sequences(self, groups: Sequence[RolloutGroup], max_tokens: int) -> list[list[int]]:
         """Token ids for a weight-sync probe from the first response of each group; see :func:`packing.probe_sequence`."""
-        sequences = []
-        for group in groups:
-            what = f"probe of prompt {group.prompt.prompt_id}"
-            arrays = fetch(group.arrays, timeout_s=PROBE_TIMEOUT_S, stage="weight_sync", what=what)
-            sequences.append(probe_sequence(group, arrays, max_tokens))
+        what = f"probe of {len(groups)} prompts"
+        fetched = fetch_all([group.arrays for group in groups], timeout_s=PROBE_TIMEOUT_S, stage="weight_sync", what=what)
+        sequences = [probe_sequence(group, arrays, max_tokens) for group, arrays in zip(groups, fetched, strict=True)]
         return [ids for ids in sequences if len(ids) >= 2]
 
     def prompt_logprobs(self, token_id_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -119,9 +117,10 @@ class RolloutPool:
         """Seconds each engine worked in the last call of :meth:`sample`."""
         self.engines: dict[str, Any] = {}
         """Actor name -> handle, for the weight sync."""
+        needed = engine_environment(device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager)
         for index, options in enumerate(actor_options):
             name = f"rollout/{run_id}/{index}"
-            actor = ray.remote(RolloutActor).options(**_with_environment(options, settings), name=name, max_restarts=0)
+            actor = ray.remote(RolloutActor).options(**with_environment(options, needed), name=name, max_restarts=0)
             self.engines[name] = actor.remote(settings, name)
         self._started = {name: engine.start.remote() for name, engine in self.engines.items()}
 
@@ -153,11 +152,3 @@ class RolloutPool:
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT_S)
         for engine in self.engines.values():
             ray.kill(engine)
-
-
-def _with_environment(options: Mapping[str, Any], settings: EngineSettings) -> dict[str, Any]:
-    """Thread settings are read when a process loads OpenMP, so they belong to the actor's runtime environment."""
-    runtime_env = {**quoted_interpreter(sys.executable), **(options.get("runtime_env") or {})}
-    needed = engine_environment(device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager)
-    runtime_env["env_vars"] = {**needed, **(runtime_env.get("env_vars") or {})}
-    return {**options, "runtime_env": runtime_env}

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from akl_dist.cluster import actor
-from akl_dist.cluster.gather import fetch_all, gather, store
+from akl_dist.cluster.gather import fetch_all, gather, store_all
 from akl_dist.config.schema import RolesConfig, VerifyConfig
 from akl_dist.contract.errors import RunError, VerifierFault
 from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup
@@ -30,6 +30,7 @@ class VerifySettings:
     end_ids: tuple[int, ...]
     verify: VerifyConfig
     roles: RolesConfig
+    seed: int = 0
 
 
 class VerifyActor:
@@ -52,6 +53,7 @@ class VerifyActor:
                 end_ids=settings.end_ids,
                 config=settings.verify,
                 roles=settings.roles,
+                seed=settings.seed,
                 num_workers=self._num_graders,
             )
         return {"grader_pids": self.worker.grader_pids()}
@@ -67,9 +69,9 @@ class VerifyActor:
 
     def judge(self, groups: Sequence[RolloutGroup]) -> list[JudgedGroup]:
         arrays = _fetched([group.arrays for group in groups], "rollout")
-        return [
-            dataclasses.replace(judged, arrays=store(judged.arrays)) for judged in self.worker.judge(groups, arrays)
-        ]
+        judged = self.worker.judge(groups, arrays)
+        handles = store_all([one.arrays for one in judged])
+        return [dataclasses.replace(one, arrays=handle) for one, handle in zip(judged, handles, strict=True)]
 
     def label(self, groups: Sequence[tuple[RolloutGroup, JudgedGroup, ReferenceGroup]]) -> list[LabelledGroup]:
         rollout, judgement, scores = (
@@ -79,7 +81,9 @@ class VerifyActor:
             LabelParts(group, rollout[i], judged, judgement[i], reference, scores[i])
             for i, (group, judged, reference) in enumerate(groups)
         ]
-        return [dataclasses.replace(record, roles=store(record.roles)) for record in self.worker.label(parts)]
+        labelled = self.worker.label(parts)
+        handles = store_all([record.roles for record in labelled])
+        return [dataclasses.replace(record, roles=handle) for record, handle in zip(labelled, handles, strict=True)]
 
     def close(self) -> None:
         if self._worker is not None:
@@ -130,11 +134,12 @@ class VerifyPool:
         refs = {name: self._actors[name].judge.remote(share) for name, share in self._shares(groups).items()}
         return Ticket(refs, tuple(group.prompt.prompt_id for group in groups))
 
-    def collect(self, ticket: Ticket) -> list[JudgedGroup]:
+    def collect(self, ticket: Ticket, earlier: Sequence[JudgedGroup] = ()) -> list[JudgedGroup]:
         """Judged groups in the order submitted.
 
         Raises:
-            VerifierFault: the share of responses without a verdict passes ``verify.max_faulty_fraction``.
+            VerifierFault: the share of responses without a verdict passes ``verify.max_faulty_fraction``, those of
+                ``earlier`` groups of the same step counted in.
         """
         results = gather(
             ticket.refs,
@@ -144,7 +149,7 @@ class VerifyPool:
         )
         judged = self._in_order(results, len(ticket.prompt_ids))
         _check_order("verify", ticket.prompt_ids, [group.prompt_id for group in judged])
-        check_faults(judged, self._config.max_faulty_fraction)
+        check_faults([*earlier, *judged], self._config.max_faulty_fraction)
         return judged
 
     def label(

@@ -70,13 +70,17 @@ class WeightSyncPool:
         """
         start = time.perf_counter()
         self._deadline = time.monotonic() + self._timeout_s
-        sequences = self._probe_sequences(probe)
         manifest = self._checked_manifest()
         buckets = plan_buckets(manifest, self._bucket_bytes)
-        self._on_engines(lambda engine: engine.begin_update.remote(manifest), "beginning a weight update")
-        self._transfer(buckets)
-        self._on_engines(lambda engine: engine.finish_update.remote(), "finishing a weight update")
-        gap = self._verify(sequences)
+        # Calls of one actor run in the order issued, so those that need no answer of another are issued together.
+        building = self._build_probe(probe)
+        beginning = {name: engine.begin_update.remote(manifest) for name, engine in self._engines.items()}
+        gathering = self._gather_bucket(buckets[0])
+        sequences = self._probe_sequences(building)
+        self._wait(beginning, "beginning a weight update")
+        scoring = {name: rank.probe_logprobs.remote(sequences) for name, rank in self._ranks.items()}
+        self._transfer(buckets, gathering)
+        gap = self._verify(scoring, sequences)
         self._on_engines(lambda engine: engine.confirm_update.remote(policy_version), "confirming a weight update")
         return SyncReport(
             policy_version=policy_version,
@@ -100,8 +104,8 @@ class WeightSyncPool:
         self._manifest = manifest
         return manifest
 
-    def _transfer(self, buckets: Sequence[Sequence[ParameterInfo]]) -> None:
-        gathering = self._gather_bucket(buckets[0])
+    def _transfer(self, buckets: Sequence[Sequence[ParameterInfo]], gathering: dict[str, Any]) -> None:
+        """Load every bucket, ``gathering`` being the first one's gather, and finish the engines' session."""
         loading: dict[str, Any] = {}
         for index in range(len(buckets)):
             payload = self._wait(gathering, f"gathering bucket {index + 1} of {len(buckets)}")[self._rank0]
@@ -109,27 +113,31 @@ class WeightSyncPool:
             reference = payload[0]  # in a list, so that the driver gets the reference and not the weights
             loading = {name: engine.load_bucket.remote(reference) for name, engine in self._engines.items()}
             gathering = self._gather_bucket(buckets[index + 1]) if index + 1 < len(buckets) else {}
+        finishing = {name: engine.finish_update.remote() for name, engine in self._engines.items()}
         self._wait(loading, f"loading bucket {len(buckets)} of {len(buckets)}")
+        self._wait(finishing, "finishing a weight update")
 
     def _gather_bucket(self, bucket: Sequence[ParameterInfo]) -> dict[str, Any]:
         names = [parameter.name for parameter in bucket]
         return {name: rank.gather_bucket.remote(names) for name, rank in self._ranks.items()}
 
-    def _verify(self, sequences: list[list[int]]) -> GapStatistics:
-        """Worst of the engines' gaps, each within its bounds."""
-        refs = {name: rank.probe_logprobs.remote(sequences) for name, rank in self._ranks.items()}
-        refs |= {name: engine.prompt_logprobs.remote(sequences) for name, engine in self._engines.items()}
+    def _verify(self, scoring: Mapping[str, Any], sequences: list[list[int]]) -> GapStatistics:
+        """Worst of the engines' gaps to the learner's scores, which are under way since before the transfer."""
+        refs = {**scoring, **{name: engine.prompt_logprobs.remote(sequences) for name, engine in self._engines.items()}}
         scores: dict[str, list[np.ndarray]] = self._wait(refs, "scoring the probe")
         gaps = {name: gap_statistics(scores[self._rank0], scores[name]) for name in self._engines}
         for name, gap in gaps.items():
             check_gap(gap, mean_bound=self._mean_gap, max_bound=self._max_gap, engine=name)
         return GapStatistics(*(max(values) for values in zip(*gaps.values(), strict=True)))
 
-    def _probe_sequences(self, probe: Sequence[RolloutGroup]) -> list[list[int]]:
-        """Token ids to score, built by an engine from the arrays behind the handles: a bounded number passes through here."""
+    def _build_probe(self, probe: Sequence[RolloutGroup]) -> dict[str, Any]:
+        """Have an engine build the token ids to score from the arrays behind the handles."""
         name = next(iter(self._engines))
-        refs = {name: self._engines[name].probe_sequences.remote(list(probe), PROBE_TOKENS)}
-        sequences = self._wait(refs, "building the probe")[name]
+        return {name: self._engines[name].probe_sequences.remote(list(probe), PROBE_TOKENS)}
+
+    def _probe_sequences(self, building: Mapping[str, Any]) -> list[list[int]]:
+        """The token ids of :meth:`_build_probe`: a bounded number passes through here."""
+        (sequences,) = self._wait(building, "building the probe").values()
         if not sequences:
             raise WeightSyncError(
                 "probe",

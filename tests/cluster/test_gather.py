@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
+import numpy as np
 import pytest
 
-from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.cluster.gather import SHARED_OBJECT_BYTES, fetch, fetch_all, gather, store, store_all
 from akl_dist.contract.errors import ActorDied, DeadlineExceeded, NonFiniteLoss, RunError
 
 pytestmark = pytest.mark.stack
@@ -81,3 +83,20 @@ def test_the_cause_is_reported_and_not_its_echo(workers):
 def test_handles(workers):
     assert fetch(store([1, 2]), timeout_s=10, stage="learner", what="arrays") == [1, 2]
     assert fetch("already here", timeout_s=1, stage="learner", what="arrays") == "already here"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    values: np.ndarray
+    texts: tuple[str, ...] = ()
+
+
+def test_small_records_share_an_object_and_large_ones_do_not(workers):
+    sizes = [10, 10, SHARED_OBJECT_BYTES // 8, 10, SHARED_OBJECT_BYTES]
+    records = [Record(np.full(n, float(i))) for i, n in enumerate(sizes)]  # 8 bytes a value
+    handles = store_all(records)
+    assert [handles.index(next(h for h in handles if h.ref == handle.ref)) for handle in handles] == [0, 0, 2, 3, 4]
+    fetched = fetch_all(handles[::-1], timeout_s=10, stage="learner", what="arrays")
+    assert [one.values.tolist() == record.values.tolist() for one, record in zip(fetched, records[::-1], strict=True)] == [True] * 5
+    assert len({handle.ref for handle in store_all([Record(np.zeros(1), ("x" * SHARED_OBJECT_BYTES,))] * 3)}) == 3, "texts count"
+    assert store_all([]) == []

@@ -21,7 +21,7 @@ def refusals(*argv: str) -> dict[str, str]:
     ("argument", "advice"),
     [
         ("learner.lrr=1", "learner.lr."),
-        ("lr=1", "learner.lr."),
+        ("lr=1", "learner.lr or critic.lr."),
         ("leaner.lr=1", "learner.lr."),
         ("kl.beta_answer=1", "objective.kl.beta_answer."),
         ("rollout.groupsize=4", "rollout.group_size."),
@@ -152,8 +152,8 @@ def test_sweep_grammar_is_hydras(argument: str, values: list[int]) -> None:
 
 
 def test_sweep_over_groups_globs_and_experiments() -> None:
-    jobs = sweep(check_command_line(["-m", "objective/kl=glob(uniform_*)"]), stamp="T")
-    assert [compose(job).objective.kl.direction_answer for job in jobs] == ["forward", "reverse"]
+    jobs = sweep(check_command_line(["-m", "objective/kl=glob(*forward*)"]), stamp="T")
+    assert [compose(job).objective.kl.budget_matched for job in jobs] == [False, True]
     jobs = sweep(check_command_line(["-m", "+exp=tiny,tiny_uniform_reverse"]), stamp="T")
     assert [compose(job).experiment for job in jobs] == ["tiny", "tiny_uniform_reverse"]
 

@@ -75,11 +75,25 @@ def test_every_yaml_file_is_reached() -> None:
 
 @pytest.mark.parametrize(("name", "directions"), [
     ("akl", ("forward", "reverse")), ("akl_swapped", ("reverse", "forward")), ("symmetric", ("symmetric", "symmetric")),
+    ("akl_equal_strength", ("forward", "reverse")), ("uniform_k3", ("forward", "forward")),
     ("uniform_forward", ("forward", "forward")), ("uniform_reverse", ("reverse", "reverse")),
+    ("uniform_forward_matched", ("forward", "forward")), ("uniform_reverse_matched", ("reverse", "reverse")),
 ])
 def test_kl_groups_mean_what_they_say(name: str, directions: tuple[str, str]) -> None:
     kl = compose([f"objective/kl={name}"]).objective.kl
     assert (kl.direction_reasoning, kl.direction_answer) == directions
+    weaker = kl.budget_matched or name in ("akl", "akl_swapped")
+    assert (kl.beta_reasoning, kl.beta_answer) == ((1e-3 if weaker else 4e-2), 4e-2)
+    assert kl.budget_matched is name.endswith("_matched") and kl.placement == "loss"
+    assert kl.state_weight == ("none" if name == "uniform_k3" else "token")
+    assert kl.estimator == ("sampled" if name.startswith("uniform_reverse") or name == "uniform_k3" else "topk")
+
+
+def test_every_kl_group_sets_the_same_keys() -> None:
+    """Arms are compared by reading their files, so each one names everything that another one names."""
+    files = sorted((conf_dir() / "objective" / "kl").glob("*.yaml"))
+    keys = {file.stem: tuple(yaml.safe_load(file.read_text())) for file in files}
+    assert len(keys) >= 9 and len(set(keys.values())) == 1
 
 
 def test_the_large_recipes() -> None:

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from akl_dist.config import choices, models, typed
 from akl_dist.config.command_line import check_command_line
 from akl_dist.config.compose import compose
+from akl_dist.config.resolve import resolved_objective
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import not_run_yet, validate, warnings
 from akl_dist.contract.errors import ConfigError, DataError, ModelError, UserError
@@ -21,6 +22,7 @@ from akl_dist.contract.errors import ConfigError, DataError, ModelError, UserErr
 CUDA = ("+exp=akl_7b",)
 LARGE = ("+exp=akl_72b",)
 SMOL = ("+exp=gsm8k_smollm2",)
+IN_REWARD = ("objective.kl.placement=reward", "objective.kl.direction_reasoning=reverse", "objective.kl.estimator=sampled")
 
 
 @functools.cache
@@ -70,17 +72,16 @@ def problems(*overrides: str) -> dict[str, UserError]:
         (["objective.anchor=new"], "objective.anchor", "old, rollout"),
         (["objective.aggregation=token_men"], "objective.aggregation", "objective.aggregation=token_mean"),
         (["objective.aggregation_norm=100"], "objective.aggregation_norm", "seq_mean_token_sum_norm"),
-        (["objective.kl.placement=reward"], "objective.kl.placement", "loss"),
+        (["objective.kl.placement=advantage"], "objective.kl.placement", "loss"),
         (["objective.kl.kl_denominator=rol"], "objective.kl.kl_denominator", "role"),
-        (["objective.kl.estimator=topk"], "objective.kl.estimator", "sampled, full"),
+        (["objective.kl.estimator=top"], "objective.kl.estimator", "sampled, topk, full"),
         (["objective.kl.direction_answer=revers"], "objective.kl.direction_answer", "=reverse"),
         (["objective.kl.beta_answer=-0.1"], "objective.kl.beta_answer", "at least 0"),
         (["objective.kl.beta_reasoning=.inf"], "objective.kl.beta_reasoning", "got '.inf'"),
         (["objective.kl.beta_reasoning=inf"], "objective.kl.beta_reasoning", "at least 0"),
         (["objective.kl.beta_reasoning=nan"], "objective.kl.beta_reasoning", "at least 0"),
-        (["objective.kl.max_weight=0.5"], "objective.kl.max_weight", "at least 1"),
+        (["objective.kl.estimator=sampled", "objective.kl.max_weight=0.5"], "objective.kl.max_weight", "at least 1"),
         (["objective.kl.estimator=full", "objective.kl.max_weight=3"], "objective.kl.max_weight", "nothing reads it"),
-        (["objective.kl.full_vocabulary_limit=9"], "objective.kl.full_vocabulary_limit", "estimator=full"),
         (["roles.rule=position", "roles.entropy_window=5"], "roles.entropy_window", "nothing reads it"),
         (["roles.entropy_window=4"], "roles.entropy_window", "odd"),
         (["roles.entropy_quantile=1.5"], "roles.entropy_quantile", "at most 1"),
@@ -142,8 +143,6 @@ def test_refused(overrides: list[str], key: str, part: str) -> None:
         ([*LARGE, "cluster.num_nodes=15"], "cluster.num_nodes", "at least 16"),
         ([*LARGE, "rollout.tensor_parallel_size=3"], "rollout.tensor_parallel_size", "64 heads"),
         ([*LARGE, "rollout.tensor_parallel_size=16", "rollout.num_engines=3"], "rollout.tensor_parallel_size", "devices_per_"),
-        ([*SMOL, "objective.kl.estimator=full"], "objective.kl.estimator", "49152"),
-        ([*SMOL, "model.path=some/model", "objective.kl.estimator=full"], "objective.kl.estimator", "not known"),
         ([*CUDA, "rollout.max_response_tokens=40000", "learner.max_tokens_per_micro_batch=50000",
           "reference.max_tokens_per_batch=50000"], "rollout.max_response_tokens", "32768"),
     ],
@@ -160,8 +159,8 @@ def test_refused_with_devices_and_models(overrides: list[str], key: str, part: s
     ["objective.policy_loss_params={clip_low: 0, clip_high: 0.3, dual_clip: 3}"],
     ["objective.policy_loss_params.dual_clip=null"],
     ["objective.aggregation=seq_mean_token_sum_norm", "objective.aggregation_norm=100"],
-    ["objective.kl.max_weight=null"],
-    ["objective.kl.max_weight=1"],
+    ["objective.kl.estimator=sampled", "objective.kl.max_weight=null"],
+    ["objective.kl.estimator=sampled", "objective.kl.max_weight=1"],
     ["verify.batch_timeout_s=5.1"],
     ["rollout.dtype=bfloat16", "weight_sync.max_gap=null", "weight_sync.mean_gap=0.05"],
     ["run_id=multirun-x/3"],
@@ -260,8 +259,25 @@ def test_embedded_model() -> None:
 def test_warnings() -> None:
     assert any("group_size=1" in text for text in warnings(composed("rollout.group_size=1")))
     assert any("idle" in text for text in warnings(composed("rollout.num_engines=5")))
+    unweighted = ("objective.kl.estimator=sampled", "objective.kl.state_weight=none")
+    assert any("is not here" in text and "no stated divergence" in text for text in warnings(composed(*unweighted)))
+    assert any("updates_per_step=4" in text for text in warnings(composed(*unweighted, "learner.updates_per_step=4")))
     assert any("betas" in text for text in warnings(composed("objective.kl.beta_answer=0", "objective.kl.beta_reasoning=0")))
     assert warnings(composed("+exp=tiny")) == []
+
+
+@pytest.mark.parametrize(("overrides", "kind"), [
+    ([], "none"),
+    (["rollout.dtype=bfloat16"], "tis"),
+    (["rollout.dtype=bfloat16", "objective.anchor=rollout"], "none"),
+    (["rollout.dtype=bfloat16", "objective.anchor=rollout", "objective.policy_loss=reinforce"], "tis"),
+    (["rollout.dtype=bfloat16", "objective.anchor=rollout", "objective.policy_loss=reinforce",
+      "objective.policy_loss_params={max_weight: 2}"], "none"),
+    (["objective.correction.kind=mis"], "mis"),
+])
+def test_which_correction_auto_is(overrides: list[str], kind: str) -> None:
+    correction = resolved_objective(composed(*overrides)).correction
+    assert (correction.kind, correction.level, correction.high) == (kind, "token", 2.0)
 
 
 def test_planned_but_not_run() -> None:
@@ -270,7 +286,7 @@ def test_planned_but_not_run() -> None:
 
 
 FREE_TEXT = {"experiment", "run_id", "output_dir", "resume", "cluster.address", "model.path", "data.name", "data.path",
-             "data.split", "data.eval_path", "data.eval_split", "data.columns.prompt", "data.columns.answer",
+             "data.anchor_path", "critic.path", "objective.policy_loss_module", "data.split", "data.eval_path", "data.eval_split", "data.columns.prompt", "data.columns.answer",
              "data.columns.id", "data.system_prompt", "data.prompt_suffix", "rollout.replay", "objective.policy_loss"}
 
 

@@ -32,7 +32,7 @@ def test_share_of_faulty_verdicts_by_hand():
 
 @pytest.mark.stack
 def test_two_supervisors(local_ray, tmp_path):
-    from akl_dist.cluster.gather import fetch, gather, store
+    from akl_dist.cluster.gather import Part, fetch, gather, store
 
     tokenizer = tiny_tokenizer(tmp_path)
     settings = VerifySettings(str(tmp_path), (tokenizer.token_to_id("<eos>"),), VerifyConfig(num_workers=2), RolesConfig())
@@ -46,7 +46,7 @@ def test_two_supervisors(local_ray, tmp_path):
         groups.append(group.__class__(**{**vars(group), "arrays": store(group.arrays)}))
     judged = pool.collect(pool.submit(groups))
     assert [[v.correct for v in g.verdicts] for g in judged] == [[bool(i % 2), not i % 2] for i in range(5)]
-    assert isinstance(judged[0].arrays, local_ray.ObjectRef)
+    assert isinstance(judged[0].arrays, Part)
     references = []
     for group in groups:
         reference = reference_of(group, [0.0] * group.num_tokens)

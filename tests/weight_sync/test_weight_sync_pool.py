@@ -147,8 +147,8 @@ def test_the_transaction_in_order_with_overlap(make):
 def test_only_the_first_response_is_scored_without_its_last_token(make):
     pool, _, _ = make("")
     pool._deadline = time.monotonic() + 10
-    assert pool._probe_sequences(PROBE) == [[5, 6, 7]]
-    assert pool._probe_sequences(prompt_probe([PROBE[0].prompt], policy_version=0)) == [[5, 6]]
+    assert pool._probe_sequences(pool._build_probe(PROBE)) == [[5, 6, 7]]
+    assert pool._probe_sequences(pool._build_probe(prompt_probe([PROBE[0].prompt], policy_version=0))) == [[5, 6]]
     with pytest.raises(WeightSyncError, match="probe"):
         pool.sync(1, [])
 

@@ -1,0 +1,67 @@
+"""A policy loss of the user's own, from the module that ``objective.policy_loss_module`` names.
+
+Validation only looks whether the module is there; :func:`check_own_loss` imports it, with torch, before anything starts.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import re
+
+from akl_dist.config.choices import POLICY_LOSS_PARAMS
+from akl_dist.config.problems import Problems, problem
+from akl_dist.config.schema import Config
+from akl_dist.contract.errors import ConfigError, UserError
+
+KEY = "objective.policy_loss_module"
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def own_loss_problems(config: Config) -> Problems:
+    """What can be said about the module without importing it (a dotted name's parent package would be, by ``find_spec``)."""
+    objective = config.objective
+    module = str(objective.policy_loss_module)
+    if not _MODULE.fullmatch(module) or not _is_there(module):
+        plain = module.rpartition("/")[2].removesuffix(".py")
+        yield problem(KEY, module, "a module that Python finds (its name, without .py)", f"Write {KEY}={plain or 'my_losses'} and "
+                      "start where that file is, or put its folder on PYTHONPATH.")
+    if objective.policy_loss in POLICY_LOSS_PARAMS:
+        yield problem("objective.policy_loss", objective.policy_loss, f"the name of a loss that {module} registers (this one is "
+                      "built in, so nothing would read the module)", f"Name your loss, or leave {KEY} out.")
+
+
+def _is_there(module: str) -> bool:
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # a module without a spec, such as __main__
+        return False
+    name = top
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        name = f"{name}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec is not None
+
+
+def check_own_loss(config: Config) -> None:
+    """Import the module, where one is named, and hold its loss's signature against ``objective.policy_loss_params``.
+
+    Raises:
+        ConfigError: it cannot be imported, registers nothing, or lacks the loss or one of its parameters.
+    """
+    objective = config.objective
+    if objective.policy_loss_module is None:
+        return
+    from akl_dist.objective import check_policy_loss, load_policy_loss_module
+
+    subject = KEY
+    try:
+        load_policy_loss_module(objective.policy_loss_module)
+        subject = "objective.policy_loss"
+        check_policy_loss(objective.policy_loss, objective.policy_loss_params)
+    except ValueError as error:
+        raise ConfigError([UserError(subject, got=str(error), expected="a policy loss of your own that the configuration fits",
+                                     remedy="docs/changing_the_objective.md has a complete example.", stage="config")]) from error

@@ -1,0 +1,108 @@
+"""Rules on the objective: which KL terms, corrections and losses go together. Each refusal says why. Stdlib only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from akl_dist.config.problems import Problems, Unread, problem
+from akl_dist.config.resolve import carries_rollout_ratio
+from akl_dist.config.schema import Config
+
+CORRECTING = ("tis", "icepop", "mis")
+
+
+def objective_problems(config: Config) -> Problems:
+    """Every rule of this module."""
+    yield from _kl(config)
+    if config.objective.kl.placement == "reward":
+        yield from _kl_in_reward(config)
+    yield from _correction(config)
+
+
+def unread_keys(config: Config) -> Iterator[Unread]:
+    """Keys of the objective and the roles that only some variants read."""
+    objective, kl, correction = config.objective, config.objective.kl, config.objective.correction
+    yield ("objective.aggregation_norm", objective.aggregation == "seq_mean_token_sum_norm",
+           "objective.aggregation=seq_mean_token_sum_norm")
+    voted = config.roles.rule in ("majority", "entropy", "random_span", "random_tokens")
+    for key in ("roles.entropy_quantile", "roles.entropy_window"):
+        yield (key, voted, "roles.rule=majority, entropy, random_span or random_tokens")
+    weighted = kl.placement == "loss" and kl.state_weight != "none" and (
+        kl.estimator == "sampled" or kl.state_weight == "cumulative")
+    yield ("objective.kl.max_weight", weighted,
+           "objective.kl.estimator=sampled and state_weight=token, or state_weight=cumulative, with placement=loss")
+    yield ("objective.kl.topk", kl.estimator == "topk", "objective.kl.estimator=topk")
+    yield ("objective.kl.adaptive_horizon", kl.adaptive_target is not None, "objective.kl.adaptive_target")
+    corrected = correction.kind in CORRECTING
+    yield ("objective.correction.level", corrected, f"objective.correction.kind={', '.join(CORRECTING)}")
+    yield ("objective.correction.high", corrected, f"objective.correction.kind={', '.join(CORRECTING)}")
+    yield ("objective.correction.low", correction.kind in ("icepop", "mis"), "objective.correction.kind=icepop or mis")
+
+
+def objective_warnings(config: Config) -> Iterator[str]:
+    """Settings of the objective that are allowed and probably not meant, one sentence each."""
+    kl, rollout = config.objective.kl, config.rollout
+    if kl.beta_reasoning == 0 and kl.beta_answer == 0:
+        yield "both betas of objective.kl are 0: no KL term."
+    if kl.max_weight is None and kl.estimator == "sampled" and kl.placement == "loss" and kl.state_weight != "none":
+        yield "objective.kl.max_weight=null: importance weights of the KL term are unbounded."
+    if kl.state_weight == "none":
+        reasons = [f"learner.updates_per_step={config.learner.updates_per_step}"] * (config.learner.updates_per_step > 1)
+        reasons += [f"rollout.max_staleness={rollout.max_staleness}"] * (rollout.max_staleness > 0)
+        reasons += ["rollout.replay"] * (rollout.replay is not None)
+        reasons += ["rollout.dtype differs from model.dtype"] * (rollout.dtype != config.model.dtype)
+        here = f"as it is here ({', '.join(reasons)})" if reasons else "as it is not here"
+        yield ("objective.kl.state_weight=none: on-policy the unweighted k3 has the gradient of the forward KL and k2 that of the "
+               f"reverse; off-policy, {here}, it is that of no stated divergence.")
+
+
+def _kl(config: Config) -> Problems:
+    kl = config.objective.kl
+    if kl.max_weight is not None and kl.max_weight < 1:
+        yield problem("objective.kl.max_weight", kl.max_weight, "at least 1 (on-policy weights are 1), or null", "2 is usual.")
+    if kl.state_weight == "none" and kl.estimator != "sampled":
+        yield problem("objective.kl.state_weight", "none", f"token or cumulative with objective.kl.estimator={kl.estimator}: "
+                      "its divergences are not sampled, so there is no weight of the current token to leave out",
+                      "Write objective.kl.estimator=sampled for the unweighted surrogate.")
+    if kl.budget_matched and kl.kl_denominator == "role":
+        yield problem("objective.kl.budget_matched", True, "false with objective.kl.kl_denominator=role: the match is by shares of "
+                      "one token count, which that denominator divides out", "Write objective.kl.kl_denominator=tokens.")
+    if kl.adaptive_target is not None and kl.beta_reasoning == 0 and kl.beta_answer == 0:
+        yield problem("objective.kl.adaptive_target", kl.adaptive_target, "null with both betas 0: there is nothing to adapt",
+                      "Give a beta, or leave objective.kl.adaptive_target out.")
+
+
+def _kl_in_reward(config: Config) -> Problems:
+    """A return of k1 is the reverse KL of the whole sequence, and only that."""
+    kl = config.objective.kl
+    for role, beta in (("reasoning", kl.beta_reasoning), ("answer", kl.beta_answer)):
+        direction = getattr(kl, f"direction_{role}")
+        if beta > 0 and direction != "reverse":
+            yield problem(f"objective.kl.direction_{role}", direction, "reverse with objective.kl.placement=reward: k1 summed is "
+                          "the reverse KL; no return has the forward KL's gradient, and k3 in the reward has that of none",
+                          f"Write objective.kl.direction_{role}=reverse, or objective.kl.placement=loss.")
+    if kl.estimator != "sampled":
+        yield problem("objective.kl.estimator", kl.estimator, "sampled with objective.kl.placement=reward, which is k1 of the "
+                      "tokens that were sampled", "Write objective.kl.estimator=sampled.")
+    if kl.kl_denominator != "tokens":
+        yield problem("objective.kl.kl_denominator", kl.kl_denominator, "tokens with objective.kl.placement=reward: what is in the "
+                      "reward is divided as the policy loss is", "Write objective.kl.kl_denominator=tokens.")
+    if kl.state_weight == "cumulative":
+        yield problem("objective.kl.state_weight", kl.state_weight, "token with objective.kl.placement=reward: it already is the "
+                      "exact full-sequence KL, and nothing is weighted", "Write objective.kl.state_weight=token.")
+
+
+def _correction(config: Config) -> Problems:
+    objective, correction = config.objective, config.objective.correction
+    if correction.kind not in CORRECTING:
+        return
+    if correction.high < 1:
+        yield problem("objective.correction.high", correction.high, "at least 1 (where engine and learner agree the ratio is 1)",
+                      "2 is usual for tokens, 5 for sequences.")
+    elif correction.low is not None and correction.low > 1:
+        yield problem("objective.correction.low", correction.low, "at most 1 (where engine and learner agree the ratio is 1), or "
+                      "null", "0.5 is usual.")
+    if carries_rollout_ratio(objective):
+        yield problem("objective.correction.kind", correction.kind, "none or auto with objective.anchor=rollout: the ratio pi/mu "
+                      f"of {objective.policy_loss} holds old/mu already, which would count twice",
+                      "Write objective.correction.kind=none, or objective.anchor=old.")
