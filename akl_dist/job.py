@@ -21,6 +21,7 @@ from akl_dist.cluster.placement import lacks, layout
 from akl_dist.cluster.plan_text import plan_text
 from akl_dist.config import typed
 from akl_dist.config.compose import config_hash, from_yaml
+from akl_dist.config.own_loss import check_own_loss
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import not_run_yet, validate, warnings
 from akl_dist.contract.errors import AklError, ClusterError, ConfigError, DataError, RunError, UserError
@@ -40,12 +41,13 @@ def dry_run(config: Config) -> int:
     try:
         validate(config)
         environment.prepare(config.cluster.address)
+        check_own_loss(config)
         lacking = preflight.lacking(config, layout(config))
         text = plan_text(config, layout(config), lacking=lacking, notes=warnings(config) + not_run_yet(config))
         if not any(item.startswith("hub:") for item in lacking):
             text += f"\n\n{load_data(config).report}"
     except AklError as error:
-        return _complain(error, config)
+        return complain(error, config)
     say(text)
     return 0
 
@@ -63,10 +65,12 @@ def load_data(config: Config) -> LoadedData:
     """Both sides of the data, tokenised; no accelerator is touched before this has succeeded."""
     from akl_dist.data.hub import model_folder
     from akl_dist.data.source import load
-    from akl_dist.verify.math import invalid_gold
+    from akl_dist.verify.golds import invalid_gold
 
     problems = 0 if config.rollout.replay is not None else config.evaluate.num_problems
-    loaded = load(config.data, model_folder(config.model.path), num_eval_problems=problems, invalid_gold=invalid_gold)
+    cokl = config.objective.cokl
+    loaded = load(config.data, model_folder(config.model.path), num_eval_problems=problems,
+                  invalid_gold=invalid_gold(config.verify.kind), with_anchor=cokl.beta > 0 and cokl.prompts == "anchor_dataset")
     if len(loaded.train) < config.rollout.prompts_per_step:
         raise DataError("rollout.prompts_per_step", stage="data",
                         got=f"{config.rollout.prompts_per_step} with {len(loaded.train)} usable prompts",
@@ -83,7 +87,7 @@ def run(config: Config) -> int:
     try:
         previous = directory.read_result()
     except AklError as error:  # a damaged result.json stays as it is: a person decides what it was worth
-        return _complain(error, config)
+        return complain(error, config)
     if previous and previous["status"] == "finished" and previous["steps"] >= config.steps and config.resume == "auto":
         print(f"run {config.run_id} is finished ({previous['steps']} steps): {directory.result}\n{directory.result.read_text()}")
         return 0
@@ -93,7 +97,7 @@ def run(config: Config) -> int:
         code = attempt.execute()
     except AklError as error:
         attempt.write_result("failed", failure_record(error))
-        return _complain(error, config)
+        return complain(error, config)
     except KeyboardInterrupt:
         attempt.write_result("interrupted", None)
         print("interrupted", file=sys.stderr)
@@ -103,7 +107,7 @@ def run(config: Config) -> int:
         return INTERRUPTED_EXIT[signal.SIGTERM] if error.code == signal.SIGTERM else 1
     except OSError as error:
         attempt.write_result("failed", failure_record(error))
-        return _complain(RunError("file system", got=str(error), expected="files that can be written and read", stage="run",
+        return complain(RunError("file system", got=str(error), expected="files that can be written and read", stage="run",
                                   remedy="Free space or mend permissions, then resume with the same run_id."), config)
     except Exception as error:
         attempt.write_result("failed", failure_record(error))
@@ -122,7 +126,8 @@ def check_writable(folder: Path) -> None:
                         remedy="Set output_dir to another folder.", stage="config") from error
 
 
-def _complain(error: AklError, config: Config) -> int:
+def complain(error: AklError, config: Config) -> int:
+    """One readable message on stderr (the traceback only with ``debug=true``); returns the error's exit code."""
     if config.debug:
         raise error
     where = f" [{error.stage}{' ' + error.actor if error.actor else ''}]" if not isinstance(error, ConfigError) else ""
@@ -149,6 +154,7 @@ class Attempt:
         for line in warnings(config):
             say(f"warning: {line}")
         environment.prepare(config.cluster.address)
+        check_own_loss(config)
         self._preflight()
         loaded = None if config.rollout.replay is not None else load_data(config)
         if loaded is not None:
@@ -213,7 +219,7 @@ class Attempt:
         from akl_dist.bookkeeping.journal import Journal
         from akl_dist.cluster.connect import connect
         from akl_dist.loop import Progress, Run, train
-        from akl_dist.recorder import Alarms, StepRecorder
+        from akl_dist.recorder import Alarms, StepRecorder, kl_roles
 
         config = self.config
         connection = connect(config.cluster.address, num_cpus=config.cluster.num_cpus,
@@ -224,15 +230,15 @@ class Attempt:
         shutdown.callback(assembly.close)
         assembly.wait_until_ready(say)
         progress = assembly.restore() if resumed else Progress()
+        assembly.sample_reference(progress, stop_requested=lambda: self.signal is not None, say=say)
         journal = Journal(self.directory, tensorboard=config.journal.tensorboard)
         shutdown.callback(journal.close)
         dropped = journal.cut_back(progress.step)
         if dropped:
             say(f"metrics.jsonl: {dropped} lines after step {progress.step} dropped; they are computed again")
         console = Console(config.steps, first_step=progress.step + 1)
-        kl = config.objective.kl
         self.recorder = StepRecorder(journal, console, assembly.dump,
-                                     Alarms(console.say, uses_kl=kl.beta_reasoning + kl.beta_answer > 0))
+                                     Alarms(console.say, kl_roles=kl_roles(config.objective.kl)))
         self.recorder.progress = progress
         progress = train(
             Run(config=config, stages=assembly.stages, prompts=assembly.prompts,

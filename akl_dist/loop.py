@@ -6,13 +6,15 @@ A feature is another implementation of a stage, not a branch here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from akl_dist.config.schema import Config
 from akl_dist.contract.records import Prompt, Sampling, TrainingGroup
-from akl_dist.contract.stages import LearnerStage, ReferenceStage, RolloutStage, VerifyStage, WeightSyncStage
+from akl_dist.contract.stages import CriticStage, LearnerStage, ReferenceStage, RolloutStage, VerifyStage, WeightSyncStage
+from akl_dist.drawing import PromptTaker, draw
+from akl_dist.objective.shaping import adapted_coefficient
 from akl_dist.spans import Spans
 from akl_dist.summaries import (
     Evaluation,
@@ -23,15 +25,7 @@ from akl_dist.summaries import (
     verify_metrics,
     weight_sync_metrics,
 )
-from akl_dist.training_batch import training_groups
-
-
-class PromptTaker(Protocol):
-    """Where prompts come from; its position is part of a checkpoint."""
-
-    def take(self, n: int) -> list[Prompt]: ...
-
-    def state(self) -> dict[str, Any]: ...
+from akl_dist.training_batch import overlong_metrics, training_groups
 
 
 @dataclass(frozen=True)
@@ -41,6 +35,7 @@ class Progress:
     step: int = 0
     policy_version: int = 0
     optimizer_steps: int = 0
+    kl_coefficient: float = 1.0  # adaptive factor of both betas in the next step
     evaluations: dict[str, Evaluation] = field(default_factory=dict)  # initial, best, last
 
     def with_evaluation(self, evaluation: Evaluation) -> Progress:
@@ -67,6 +62,7 @@ class Stages:
     reference: ReferenceStage
     learner: LearnerStage
     weight_sync: WeightSyncStage
+    critic: CriticStage | None = None  # gives every token its own advantage; None = advantages of whole responses
 
 
 @dataclass(frozen=True)
@@ -111,26 +107,49 @@ def train(run: Run, progress: Progress) -> Progress:
 def one_step(run: Run, progress: Progress) -> tuple[Progress, dict[str, float], list[TrainingGroup]]:
     """One loop iteration: rollout to sync. Graders work while the reference scores."""
     config, stages, step, spans = run.config, run.stages, progress.step + 1, Spans()
-    with spans.measure("rollout"):
-        prompts = run.prompts.take(config.rollout.prompts_per_step)
-        rollouts = stages.rollout.sample(prompts, sampling(run, config.rollout.group_size, ("train", config.seed, step)))
-    ticket = stages.verify.submit(rollouts)
+    how, longest = sampling(run, config.rollout.group_size, ("train", config.seed, step)), config.rollout.max_response_tokens
+    drawing = draw(run.prompts, stages.rollout, stages.verify, how, spans, count=config.rollout.prompts_per_step,
+                   rounds=config.rollout.dynamic_sampling_rounds)
+    rollouts = drawing.rollouts
     with spans.measure("reference"):
         reference = stages.reference.score(rollouts)
     with spans.measure("verify"):
-        judged = stages.verify.collect(ticket)
+        judged = drawing.judged()
         labelled = stages.verify.label(rollouts, judged, reference)
-    groups = training_groups(labelled, normalize_std=config.objective.normalize_std)
+    groups, critic_metrics = appraised(stages, training_groups(labelled, config.objective, max_tokens=longest), step, spans)
     with spans.measure("learner"):
-        update = stages.learner.update(groups, step=step)
+        update = stages.learner.update(groups, step=step, kl_coefficient=progress.kl_coefficient)
     with spans.measure("weight_sync"):
         report = stages.weight_sync.sync(progress.policy_version + 1, rollouts[:config.weight_sync.probe_sequences])
     metrics: dict[str, float] = {"policy_version": report.policy_version}
-    metrics |= rollout_metrics(rollouts, seconds=spans.seconds["rollout"]) | verify_metrics(judged)
-    metrics |= roles_metrics(labelled) | objective_metrics(groups) | dict(update.metrics) | weight_sync_metrics(report)
+    metrics |= rollout_metrics(rollouts, seconds=spans.seconds["rollout"], discarded=drawing.metrics)
+    metrics |= verify_metrics([*judged, *drawing.left_out]) | overlong_metrics(labelled, config.objective, max_tokens=longest)
+    metrics |= roles_metrics(labelled) | objective_metrics(groups) | dict(critic_metrics)
+    metrics |= dict(update.metrics) | weight_sync_metrics(report)
     progress = replace(progress, step=step, policy_version=report.policy_version,
-                       optimizer_steps=progress.optimizer_steps + update.optimizer_steps)
+                       optimizer_steps=progress.optimizer_steps + update.optimizer_steps,
+                       kl_coefficient=next_kl_coefficient(config, progress.kl_coefficient, update.metrics))
     return progress, metrics | spans.metrics(), groups
+
+
+def appraised(
+    stages: Stages, groups: list[TrainingGroup], step: int, spans: Spans
+) -> tuple[list[TrainingGroup], Mapping[str, float]]:
+    """The groups with the critic's advantages, and its metrics; as they are where no critic trains."""
+    if stages.critic is None:
+        return groups, {}
+    with spans.measure("critic"):
+        appraisal = stages.critic.appraise(groups, step=step)
+    return appraisal.groups, appraisal.metrics
+
+
+def next_kl_coefficient(config: Config, coefficient: float, metrics: Mapping[str, float]) -> float:
+    """The adaptive factor of both betas after a step: towards ``objective.kl.adaptive_target`` by the step's k3 estimate of
+    KL(policy || reference); unchanged without a target, or where nothing was measured (no token trained)."""
+    kl, measured = config.objective.kl, metrics.get("objective/kl_value_k3")
+    if kl.adaptive_target is None or measured is None:
+        return coefficient
+    return adapted_coefficient(coefficient, kl=measured, target=kl.adaptive_target, horizon=kl.adaptive_horizon)
 
 
 def evaluated(run: Run, progress: Progress) -> Progress:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from akl_dist.bookkeeping.console import Console
 from akl_dist.bookkeeping.journal import Journal
+from akl_dist.config.schema import KLConfig
 from akl_dist.contract.records import TrainingGroup
 from akl_dist.loop import Progress
 from akl_dist.verify.roles import likelihood_ratios
@@ -42,20 +43,29 @@ class StepRecorder:
         self._console.say(progress.evaluations["last"].text())
 
 
-class Alarms:
-    """Warnings that mean "these numbers do not say what you think". Each is given once."""
+def kl_roles(kl: KLConfig) -> tuple[str, ...]:
+    """Roles that have a KL term: those with a beta by ``objective.kl.strength``."""
+    reasoning = {"roles": kl.beta_reasoning, "equal": kl.beta_answer, "matched": max(kl.beta_reasoning, kl.beta_answer)}
+    answer = max(kl.beta_reasoning, kl.beta_answer) if kl.strength == "matched" else kl.beta_answer
+    betas = {"reasoning": reasoning[kl.strength], "answer": answer}
+    return tuple(role for role, beta in betas.items() if beta > 0)
 
-    def __init__(self, say: Callable[[str], None], *, uses_kl: bool) -> None:
-        self._say, self._uses_kl = say, uses_kl
-        self._quiet_kl, self._constant_reward = 0, 0
+
+class Alarms:
+    """Warnings that mean "these numbers do not say what you think". Each is given once.
+
+    Args:
+        kl_roles: roles ("reasoning", "answer") that have a KL term.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, kl_roles: Collection[str]) -> None:
+        self._say, self._constant_reward = say, 0
+        self._quiet_steps = dict.fromkeys(kl_roles, 0)
         self._given: set[str] = set()
 
     def check(self, step: int, metrics: dict[str, float]) -> None:
-        activity = [v for k, v in metrics.items() if k.startswith("objective/kl_activity_")]
-        self._quiet_kl = self._quiet_kl + 1 if activity and max(activity) < QUIET_KL_ACTIVITY else 0
-        if self._uses_kl and self._quiet_kl >= QUIET_KL_STEPS:
-            self._warn("kl", f"the KL term has been below {QUIET_KL_ACTIVITY:.0%} of the policy gradient for {QUIET_KL_STEPS} "
-                             "steps: it changes nothing. Raise objective.kl.beta_reasoning / beta_answer.")
+        for role in self._quiet_steps:
+            self._check_activity(role, metrics.get(f"objective/kl_activity_{role}"))
         if metrics.get("roles/answer_fraction", 0.0) > MAX_ANSWER_FRACTION:
             self._warn("answer", f"{metrics['roles/answer_fraction']:.0%} of the tokens have the role answer (above "
                                  f"{MAX_ANSWER_FRACTION:.0%}): roles hardly separate reasoning from answer.")
@@ -66,6 +76,15 @@ class Alarms:
         if not self._given & {"votes"} and any(k.startswith("roles/votes_") for k in metrics):
             self._given.add("votes")
             self._report_votes(metrics)
+
+    def _check_activity(self, role: str, activity: float | None) -> None:
+        """A step without an activity (no such token, or no policy gradient) says nothing either way."""
+        if activity is None:
+            return
+        self._quiet_steps[role] = self._quiet_steps[role] + 1 if activity < QUIET_KL_ACTIVITY else 0
+        if self._quiet_steps[role] >= QUIET_KL_STEPS:
+            self._warn(f"kl {role}", f"the KL term of {role} tokens has been below {QUIET_KL_ACTIVITY:.0%} of the policy gradient "
+                                     f"for {QUIET_KL_STEPS} steps: it changes nothing. Raise objective.kl.beta_{role}.")
 
     def _report_votes(self, metrics: dict[str, float]) -> None:
         ratios = likelihood_ratios([int(metrics[f"roles/votes_{i:03b}"]) for i in range(8)])

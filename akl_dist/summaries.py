@@ -1,4 +1,4 @@
-"""Flat metrics of one step, or of one evaluation, from group headers. Pure; standard library only."""
+"""Flat metrics of one step, or of one evaluation, from group headers. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from akl_dist.contract.errors import VerifierFault
+from akl_dist.contract.golds import alternatives
 from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup, Status, SyncReport, TrainingGroup
+from akl_dist.evaluation import default_ks, estimate, pass_at_k
+from akl_dist.objective.shaping import keep_group
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, discarded: Mapping[str, float]) -> dict[str, float]:
+    """Of the groups that train; the speed counts what was drawn and left out, too (``discarded``: metrics of the drawing)."""
+    drawn = sum(g.num_tokens for g in groups) + discarded.get("rollout/discarded_tokens", 0)
     lengths = [n for g in groups for n in g.response_lengths]
     truncated = sum(reason == "length" for g in groups for reason in g.finish_reasons)
     return {
         "rollout/tokens": sum(lengths),
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
         "rollout/truncated_fraction": truncated / len(lengths),
-        "rollout/tokens_per_s": sum(lengths) / seconds if seconds > 0 else 0.0,
+        "rollout/tokens_per_s": drawn / seconds if seconds > 0 else 0.0,
+        **discarded,
     }
 
 
@@ -54,7 +60,7 @@ def roles_metrics(groups: Sequence[LabelledGroup]) -> dict[str, float]:
 def objective_metrics(groups: Sequence[TrainingGroup]) -> dict[str, float]:
     """Group statistics that explain how much of the batch carries a learning signal."""
     flat = [a for g in groups for a, t in zip(g.advantages, g.trains, strict=True) if t]
-    zero = sum(all(a == 0.0 for a in g.advantages) for g in groups)
+    zero = sum(not keep_group([v.correct for v in g.labelled.judged.verdicts]) for g in groups)
     return {
         "objective/zero_spread_group_fraction": zero / len(groups),
         "objective/masked_sample_fraction": 1 - len(flat) / sum(len(g.trains) for g in groups),
@@ -77,7 +83,9 @@ class Evaluation:
     The fields are over all problems (``accuracy`` judges which evaluation is best); ``data_set`` joins the names of the
     sources with ``+``, and ``by_source`` holds the same figures of each source (itself without a ``by_source``). A source
     without any verdict is absent from it.
-    ``kl_per_token`` is the mean of k3 under the sampling policy: an estimate of KL(policy || reference) in nats a token.
+    ``distinct_correct`` is the mean number of different right answers among the samples of a problem, over the problems that accept
+    several; None where none does. ``kl_per_token`` is the mean of k3 under the sampling policy: an estimate of KL(policy ||
+    reference) in nats a token.
     """
 
     step: int
@@ -94,6 +102,8 @@ class Evaluation:
     truncated_fraction: float
     no_answer_fraction: float
     kl_per_token: float
+    distinct_correct: float | None = None
+    pass_at_k: Mapping[str, float] = field(default_factory=dict)  # k as text, above 1 -> unbiased estimate
     by_source: Mapping[str, Evaluation] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
@@ -101,6 +111,7 @@ class Evaluation:
         if self.by_source:
             return {name: value for one in self.by_source.values() for name, value in one.metrics().items()}
         prefix = f"evaluate/{self.data_set}/"
+        several = {} if self.distinct_correct is None else {f"{prefix}distinct_correct": self.distinct_correct}
         return {
             f"{prefix}avg_at_{self.samples}": self.accuracy,
             f"{prefix}avg_at_k": self.accuracy,
@@ -111,6 +122,8 @@ class Evaluation:
             f"{prefix}truncated_fraction": self.truncated_fraction,
             f"{prefix}no_answer_fraction": self.no_answer_fraction,
             f"{prefix}kl_per_token": self.kl_per_token,
+            **several,
+            **{f"{prefix}pass_at_{k}": value for k, value in self.pass_at_k.items()},
         }
 
     def text(self) -> str:
@@ -123,7 +136,8 @@ class Evaluation:
     def _figures(self) -> str:
         return (f"avg@{self.samples} {100 * self.accuracy:.1f} % +- {100 * self.accuracy_standard_error:.1f} "
                 f"({self.problems} held-out problems, sampling seed {self.seed}), "
-                f"response {self.response_tokens:.1f} tokens, KL {self.kl_per_token:.4f}")
+                f"response {self.response_tokens:.1f} tokens, KL {self.kl_per_token:.4f}"
+                + ("" if self.distinct_correct is None else f", {self.distinct_correct:.2f} different right answers a problem"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers for JSON; the entries of ``by_source`` have the same fields."""
@@ -170,6 +184,13 @@ def _problem_means(judged: Sequence[JudgedGroup]) -> list[float]:
     return [sum(v.status is Status.OK for v in verdicts) / len(verdicts) for verdicts in decided if verdicts]
 
 
+def _pass_at_k(judged: Sequence[JudgedGroup]) -> dict[str, float]:
+    """Means over the problems with at least k verdicts; a k that no problem reaches is absent."""
+    counts = [(sum(v.status.trains for v in g.verdicts), sum(v.status is Status.OK for v in g.verdicts)) for g in judged]
+    found = {k: estimate([pass_at_k(n=n, c=c, k=k) for n, c in counts]).mean for k in default_ks(len(judged[0].verdicts)) if k > 1}
+    return {str(k): mean for k, mean in found.items() if mean is not None}
+
+
 def _summary(
     rows: Sequence[tuple[RolloutGroup, JudgedGroup, ReferenceGroup]], data_set: str, *, step: int, policy_version: int, seed: int,
 ) -> Evaluation:
@@ -179,6 +200,7 @@ def _summary(
     lengths = [n for g in rollouts for n in g.response_lengths]
     spans = [n for g in judged for n in g.answer_span_tokens if n > 0]
     mean = sum(means) / len(means)
+    several = [j.distinct_correct for r, j in zip(rollouts, judged, strict=True) if alternatives(r.prompt.gold) is not None]
     spread = math.sqrt(sum((m - mean) ** 2 for m in means) / (len(means) - 1)) if len(means) > 1 else 0.0
     return Evaluation(
         step=step, policy_version=policy_version, data_set=data_set, seed=seed,
@@ -189,6 +211,8 @@ def _summary(
         truncated_fraction=sum(f == "length" for g in rollouts for f in g.finish_reasons) / len(lengths),
         no_answer_fraction=sum(v.status is Status.NO_ANSWER for v in verdicts) / len(verdicts),
         kl_per_token=sum(sum(g.kl_k3) for g in reference) / sum(lengths),
+        pass_at_k=_pass_at_k(judged),
+        distinct_correct=sum(several) / len(several) if several else None,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 BENCHMARKS = {
     "logprob_memory": "peak memory of the chunked head over whole logits",
+    "fused_head": "time of the fused head (log-probs, entropy, KL) over whole logits",
     "driver_bytes": "driver bytes of a step, responses 10 times as long over short",
     "orchestration_overhead": "wall time of a tiny step over its bare stages",
 }

@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """One dumped step: its file, how it was sampled, and where the reference leaves its log-probs for the learner."""
+    """One dumped step: its file, how it was sampled, and where the reference leaves its arrays for the learner (.npz)."""
 
     step: int
     dump: Path
@@ -110,19 +110,15 @@ class BareStages:
     """The three device stages of a run. ``run(task)`` gives seconds by stage and how the results compare with the dump's."""
 
     def __init__(self, made: Mapping[str, Made], *, niceness: int) -> None:
-        from akl_dist.learner import pool as learner
-        from akl_dist.reference import pool as reference
-        from akl_dist.rollout import pool as rollout
-
         for role in ("rollout", "reference"):
             assert len(made[role].actor_options) == 1, f"{role}: one process is compared, the run has more"
-        self._engine = BareProcess("engine", engine_body, (made["rollout"].settings,), _variables(rollout, made["rollout"], 0),
+        self._engine = BareProcess("engine", engine_body, (made["rollout"].settings,), _variables(made["rollout"], 0),
                                    niceness)
         self._reference = BareProcess("reference", reference_body, (made["reference"].settings,),
-                                      _variables(reference, made["reference"], 0), niceness)
+                                      _variables(made["reference"], 0), niceness)
         size = len(made["learner"].actor_options)
         self._ranks = [BareProcess(f"learner rank {rank}", learner_body, (made["learner"].settings, rank, size),
-                                   _variables(learner, made["learner"], rank), niceness) for rank in range(size)]
+                                   _variables(made["learner"], rank), niceness) for rank in range(size)]
         self._all = [self._engine, self._reference, *self._ranks]
 
     def start(self) -> None:
@@ -150,11 +146,12 @@ class BareStages:
             process.close()
 
 
-def _variables(pool: Any, made: Made, index: int) -> dict[str, str]:
+def _variables(made: Made, index: int) -> dict[str, str]:
     """Environment variables of an actor, without its log file."""
     from akl_dist.cluster.actor import LOG_PATH
+    from akl_dist.cluster.reserve import with_environment
 
-    variables = dict(pool._with_environment(made.actor_options[index], made.settings)["runtime_env"]["env_vars"])
+    variables = dict(with_environment(made.actor_options[index], made.settings.environment)["runtime_env"]["env_vars"])
     variables.pop(LOG_PATH, None)
     return variables
 
@@ -189,7 +186,7 @@ def reference_body(pipe: Connection, settings: Any) -> None:
     worker = ReferenceWorker(
         model_path=settings.model_path, dtype=settings.dtype, attention=settings.attention, temperature=settings.temperature,
         num_threads=settings.num_threads, max_tokens_per_batch=settings.max_tokens_per_batch, device=settings.device,
-        logprob_chunk_tokens=settings.logprob_chunk_tokens, full_vocabulary=settings.full_vocabulary)
+        logprob_chunk_tokens=settings.logprob_chunk_tokens, kl_estimator=settings.kl_estimator, topk=settings.topk)
     pipe.send("ready")
     while True:
         task: Task = pipe.recv()
@@ -199,8 +196,7 @@ def reference_body(pipe: Connection, settings: Any) -> None:
         scored = worker.score(groups)
         seconds = time.perf_counter() - begin
         logp = np.concatenate([one.arrays.logp for one in scored])
-        full = [one.arrays.logprobs for one in scored if one.arrays.logprobs is not None]
-        np.save(task.scores, np.concatenate(full) if full else np.zeros((0, 0), np.float32))
+        np.savez(task.scores, **{name: np.concatenate([one.arrays.rows[name] for one in scored]) for name in scored[0].arrays.rows})
         gap = np.abs(logp - np.concatenate([np.asarray(row) for row in _columns(task.dump, ["ref_logp"])["ref_logp"]])).max()
         pipe.send({"seconds": seconds, "largest_logp_gap": float(gap)})
 
@@ -209,8 +205,9 @@ def learner_body(pipe: Connection, settings: Any, rank: int, world_size: int) ->
     """Forward, backward and optimizer step on the step's samples, as one rank of ZeRO-3."""
     import torch
 
-    from akl_dist.learner.batch import plan_updates
-    from akl_dist.learner.worker import LearnerWorker, listen
+    from akl_dist.learner.worker import LearnerWorker
+    from akl_dist.zero3.planning import plan_updates
+    from akl_dist.zero3.rank import listen
 
     store = listen("127.0.0.1") if rank == 0 else None
     if store is not None:
@@ -238,14 +235,15 @@ def samples_of_dump(dump: Path, scores: Path) -> tuple[dict[tuple[int, int], Any
     """The learner's samples and lengths of a dumped step.
 
     Args:
-        scores: what :func:`reference_body` saved for the same step (the dump has no log-probs of the whole vocabulary).
+        scores: what :func:`reference_body` saved for the same step (the dump has of the reference only log-probs and entropies).
     """
-    from akl_dist.learner.batch import GroupLengths, Sample
+    from akl_dist.learner.batch import Sample
+    from akl_dist.zero3.planning import GroupLengths
 
     table = _columns(dump, ["sample_index", "prompt_token_ids", "response_token_ids", "role", "logp", "ref_logp", "advantage",
                             "reward"])
-    saved = np.load(scores)
-    full = saved if len(saved) else None
+    with np.load(scores) as saved:
+        ref_rows = dict(saved)
     samples, group, start = {}, -1, 0
     rows = len(table["sample_index"])
     for row in range(rows):
@@ -255,8 +253,8 @@ def samples_of_dump(dump: Path, scores: Path) -> tuple[dict[tuple[int, int], Any
         samples[group, index] = Sample(
             np.asarray(table["prompt_token_ids"][row], np.int64), np.asarray(table["response_token_ids"][row], np.int32),
             np.asarray(table["logp"][row], np.float32), np.asarray(table["ref_logp"][row], np.float32),
-            None if full is None else full[start:end], np.asarray(table["role"][row], bool), table["advantage"][row],
-            table["reward"][row] is not None)
+            {name: array[start:end] for name, array in ref_rows.items()}, np.asarray(table["role"][row], bool),
+            table["advantage"][row], table["reward"][row] is not None)
         start = end
     members = [[samples[key] for key in samples if key[0] == g] for g in range(group + 1)]
     lengths = [

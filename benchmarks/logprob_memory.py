@@ -60,7 +60,7 @@ def measure(way: str, *, vocabulary: int, tokens: int, hidden: int, chunk_tokens
     if way == "naive":
         logp = torch.log_softmax(head(states).float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     else:
-        logp = chunked_token_statistics(head, states, targets, chunk_tokens=chunk_tokens, temperature=1.0).logp
+        logp = chunked_token_statistics(states, head.weight, None, targets, chunk_tokens=chunk_tokens, temperature=1.0).logp
     logp.mean().backward()
     seconds = time.perf_counter() - start
     peak = high_water_bytes()

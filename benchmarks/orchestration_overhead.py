@@ -119,7 +119,7 @@ class Interleaver:
         sampling = Sampling(rollout.group_size, rollout.temperature, rollout.max_response_tokens, self._run.assembly.end_ids,
                             ("train", self._run.config.seed, step))
         cpu = OtherPrograms()
-        answers = self._bare.run(Task(step, dump_path(self._run.directory.rollouts, step), sampling, self._folder / "scores.npy"))
+        answers = self._bare.run(Task(step, dump_path(self._run.directory.rollouts, step), sampling, self._folder / "scores.npz"))
         self.problems += differences(step, metrics, answers)
         self.times.append(StepTime(wall, spans(metrics, wall), {stage: answers[stage]["seconds"] for stage in STAGES},
                                    max(others, cpu.share())))
@@ -134,7 +134,7 @@ class TimedVerify:
     def submit(self, groups: Sequence[RolloutGroup]) -> Any:
         return self._inner.submit(groups)
 
-    def collect(self, ticket: Any) -> list[JudgedGroup]:
+    def collect(self, ticket: Any, earlier: Sequence[JudgedGroup] = ()) -> list[JudgedGroup]:
         return self._inner.collect(ticket)
 
     def label(self, groups: Sequence[RolloutGroup], judged: Sequence[JudgedGroup],
@@ -210,8 +210,8 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[StepTime], 
               closing(Journal(run.directory, tensorboard=run.config.journal.tensorboard)) as journal):
             bare.start()
             console = Console(options.steps, first_step=1)
-            recorder = Interleaver(StepRecorder(journal, console, run.assembly.dump, Alarms(_say, uses_kl=True)), run, bare,
-                                   folder, options.block)
+            alarms = Alarms(_say, kl_roles=("reasoning", "answer"))
+            recorder = Interleaver(StepRecorder(journal, console, run.assembly.dump, alarms), run, bare, folder, options.block)
             stages = dataclasses.replace(run.assembly.stages, verify=TimedVerify(run.assembly.stages.verify, recorder))
             train(run.run(recorder, stages=stages), Progress())
     return recorder.times, recorder.problems

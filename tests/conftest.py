@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +27,12 @@ def local_ray():
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture
+def published() -> Path:
+    """Folder with the published data files, where a checkout has one."""
+    for folder in (os.environ.get("AKL_SHARED"), *(p / "shared" for p in Path(__file__).resolve().parents[1:3])):
+        if folder and (Path(folder) / "data" / "gsm8k_train.jsonl").is_file():
+            return Path(folder) / "data"
+    pytest.skip("no published data files: set AKL_SHARED to a folder that holds data/gsm8k_train.jsonl")

@@ -33,13 +33,13 @@ _STEP_WIDTH = 6
 class CheckpointState:
     """What a manifest says beside the files.
 
-    ``counters`` are absolute (policy_version, optimizer_steps, ...); ``prompt_source`` is ``PromptSource.state()``;
-    ``evaluation`` holds initial, best and last; ``best_step`` is the step the best value belongs to, None before one.
+    ``counters`` are absolute (policy_version, optimizer_steps) beside the adaptive kl_coefficient of the next step;
+    ``prompt_source`` is ``PromptSource.state()``; ``evaluation`` holds initial, best and last; ``best_step`` is the step the best value belongs to, None before one.
     """
 
     num_ranks: int
     config_hash: str
-    counters: Mapping[str, int]
+    counters: Mapping[str, float]
     prompt_source: Mapping[str, Any]
     evaluation: Mapping[str, Any]
     best_step: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-STAGES = ("rollout", "verify", "reference", "learner", "weight_sync")
+STAGES = ("rollout", "verify", "reference", "critic", "learner", "weight_sync")
 
 
 def duration(seconds: float) -> str:

@@ -1,10 +1,10 @@
 """Which actor runs where: pure arithmetic from the configuration to bundles and actors. Stdlib only.
 
-A *bundle* is what the placement group reserves on one node. Colocated: learner rank i, engine i and reference server i share
-bundle i, each with a fraction of its CPUs and of its device, because they work in different phases: the demand is the
-maximum over the phases, not their sum. Separate: every engine, reference server and learner rank has a bundle of its own; an
-engine of t GPUs and a sharded reference server are one bundle, hence on one node. Graders use no device and ride on the
-bundles in turn.
+A *bundle* is what the placement group reserves on one node. Colocated: learner rank i, critic rank i, engine i and reference
+server i share bundle i, each with a fraction of its CPUs and of its device, because they work in different phases: the demand
+is the maximum over the phases, not their sum. Separate: every engine, reference server, critic rank and learner rank has a
+bundle of its own; an engine of t GPUs and a sharded reference server are one bundle, hence on one node. Graders use no device
+and ride on the bundles in turn.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from akl_dist.config.schema import Config
 
-DEVICE_ROLES = ("rollout", "reference", "learner")
-ROLES = ("rollout", "verify", "reference", "learner")
+DEVICE_ROLES = ("rollout", "reference", "critic", "learner")
+ROLES = ("rollout", "verify", "reference", "critic", "learner")
 
 # Which roles compute at the same time. Graders work while the reference scores.
 PHASES: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "verify, reference": ("verify", "reference"),
+    "critic": ("critic",),
     "learner": ("learner",),
     "weight_sync": ("learner", "rollout"),
 }
@@ -40,7 +41,7 @@ class Actor:
     """One process.
 
     Attributes:
-        role: rollout | verify | reference | learner.
+        role: rollout | verify | reference | critic (only where one trains) | learner.
         index: number within the role; for a reference server of r ranks, server * r + rank.
         bundle: index into ``Layout.bundles``.
         num_cpus, num_gpus: its share of the bundle; shares on a bundle never add up to more than the bundle.
@@ -80,8 +81,9 @@ class Layout:
         return _sum([self.bundles[index] for index in sorted({actor.bundle for actor in self.of(role)})])
 
     def phase_threads(self) -> dict[str, int]:
-        """Computing threads per phase; a phase with more threads than CPUs is slow, not wrong."""
-        return {phase: sum(actor.num_threads for role in roles for actor in self.of(role)) for phase, roles in PHASES.items()}
+        """Computing threads per phase that has actors; a phase with more threads than CPUs is slow, not wrong."""
+        threads = {phase: sum(actor.num_threads for role in roles for actor in self.of(role)) for phase, roles in PHASES.items()}
+        return {phase: number for phase, number in threads.items() if number or phase != "critic"}
 
 
 def layout(config: Config) -> Layout:
@@ -89,15 +91,25 @@ def layout(config: Config) -> Layout:
     return _colocated(config) if config.cluster.layout == "colocated" else _separate(config)
 
 
+def evaluation_layout(config: Config) -> Layout:
+    """Engines, each on a bundle of its own, and graders: what an evaluation needs, whatever a training run would place."""
+    width = config.rollout.tensor_parallel_size
+    bundle = Bundle(config.cluster.cpus_per_actor * width, width if config.cluster.device == "cuda" else 0)
+    number = config.rollout.num_engines
+    return _seated(config, (bundle,) * number, [("rollout", index, index) for index in range(number)])
+
+
 def _counts(config: Config) -> dict[str, int]:
-    """Units of each role: engines (none when training from a replay), reference servers, learner ranks."""
+    """Units of each role: engines (none when training from a replay), reference servers, critic ranks (as many as the learner's,
+    where a critic trains), learner ranks."""
     engines = 0 if config.rollout.replay is not None else config.rollout.num_engines
-    return {"rollout": engines, "reference": config.reference.num_workers, "learner": config.learner.num_ranks}
+    critics = config.learner.num_ranks if config.objective.advantage == "gae" else 0
+    return {"rollout": engines, "reference": config.reference.num_workers, "critic": critics, "learner": config.learner.num_ranks}
 
 
 def _threads(config: Config) -> dict[str, int]:
     return {"rollout": config.rollout.num_threads, "reference": config.reference.num_threads,
-            "learner": config.learner.num_threads, "verify": 1}
+            "critic": config.learner.num_threads, "learner": config.learner.num_threads, "verify": 1}
 
 
 def _colocated(config: Config) -> Layout:
@@ -111,7 +123,7 @@ def _colocated(config: Config) -> Layout:
 def _separate(config: Config) -> Layout:
     counts, cuda = _counts(config), config.cluster.device == "cuda"
     sharded = config.reference.ranks_per_worker
-    width = {"rollout": config.rollout.tensor_parallel_size, "reference": sharded, "learner": 1}
+    width = {"rollout": config.rollout.tensor_parallel_size, "reference": sharded, "critic": 1, "learner": 1}
     bundles: list[Bundle] = []
     seats: list[tuple[str, int, int]] = []
     for role in sorted(DEVICE_ROLES, key=lambda name: -width[name]):  # large bundles find their node first
@@ -163,7 +175,7 @@ def lacks(plan: Layout, nodes: Sequence[Mapping[str, float]]) -> list[str]:
         found += [f"{role}: needs {_amount(needs[role], resource)}, the cluster has {_number(total)}" for role in short]
         demand = plan.demand[resource]
         if not short and demand > total:
-            parts = ", ".join(f"{role} {_number(needs[role])}" for role in DEVICE_ROLES)
+            parts = ", ".join(f"{role} {_number(needs[role])}" for role in DEVICE_ROLES if role != "critic" or plan.of(role))
             found.append(f"all roles together: need {_amount(demand, resource)} ({parts}), the cluster has {_number(total)}")
     return found or _homeless(plan, nodes)
 

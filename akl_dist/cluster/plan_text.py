@@ -8,7 +8,8 @@ from akl_dist.cluster.placement import ROLES, Layout
 from akl_dist.config import models
 from akl_dist.config.schema import Config
 
-UNITS = {"rollout": "engine", "verify": "grader", "reference": "process", "learner": "ZeRO-3 rank"}
+UNITS = {"rollout": "engine", "verify": "grader", "reference": "process", "critic": "ZeRO-3 rank",
+         "learner": "ZeRO-3 rank"}
 
 
 def plan_text(config: Config, plan: Layout, *, lacking: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
@@ -59,7 +60,7 @@ def _role_rows(plan: Layout) -> list[tuple[str, ...]]:
     for role in ROLES:
         actors = plan.of(role)
         if not actors:
-            rows.append((role, "none", "", "", "", ""))
+            rows += [] if role == "critic" else [(role, "none", "", "", "", "")]
             continue
         rows.append((
             role, _count(len(actors), UNITS[role], "processes" if UNITS[role] == "process" else ""),
@@ -80,6 +81,7 @@ def batch_rows(config: Config) -> list[tuple[str, str]]:
         ("samples", f"{rollout.prompts_per_step} prompts x group of {rollout.group_size} = {samples:,}"),
         ("tokens, at most", f"{samples:,} x ({config.data.max_prompt_tokens} prompt + {rollout.max_response_tokens} response) = "
                             f"{samples * longest:,}"),
+        *_further_draws(rollout.dynamic_sampling_rounds, rollout.prompts_per_step),
         ("samples per engine", f"{samples / max(rollout.num_engines, 1):g}, at most {rollout.max_num_seqs} at a time"),
         ("optimizer updates", f"{updates} of {per_update:,} samples ({rollout.prompts_per_step // updates} prompts)"),
         ("samples per rank and update", f"{per_update / learner.num_ranks:g} on {learner.num_ranks} ranks"),
@@ -87,6 +89,10 @@ def batch_rows(config: Config) -> list[tuple[str, str]]:
                                f"{learner.max_tokens_per_micro_batch // longest} of the longest sequences"),
         ("tokens of the whole run, at most", f"{config.steps * samples * longest:,}"),
     ]
+
+
+def _further_draws(rounds: int, prompts: int) -> list[tuple[str, str]]:
+    return [("further draws, at most", f"{rounds} of up to {prompts} prompts each, for groups without spread")] if rounds else []
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

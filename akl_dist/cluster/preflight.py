@@ -8,6 +8,7 @@ from pathlib import Path
 from akl_dist.cluster.environment import resolve_address
 from akl_dist.cluster.placement import Layout, lacks
 from akl_dist.config import models
+from akl_dist.config.choices import GENERATED_RECIPES
 from akl_dist.config.schema import Config
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -32,6 +33,6 @@ def lacking(config: Config, wanted: Layout) -> list[str]:
         out.append(f"cluster: the one at {address} was not asked (a dry run does not connect)")
     if not models.looks_local(config.model.path):
         out.append(f"hub: model {config.model.path} is fetched when the run starts, unless it is in the cache")
-    if config.data.recipe != "tiny" and config.data.path is None and config.rollout.replay is None:
+    if config.data.recipe not in GENERATED_RECIPES and config.data.path is None and config.rollout.replay is None:
         out.append(f"hub: data set of data.recipe={config.data.recipe} is fetched when the run starts (or set data.path=FILE)")
     return out

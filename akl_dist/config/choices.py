@@ -12,16 +12,21 @@ from typing import Any
 
 DIRECTIONS = ("forward", "reverse", "symmetric")
 DTYPES = ("float32", "bfloat16")
+CODE_RECIPES = ("mbpp", "mbpp_sanitized", "humaneval")  # golds are tests: verify.kind=code
+GENERATED_RECIPES = ("tiny", "multi_solution", "continual")  # problems are made up on the spot
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.device": ("cpu", "cuda"),
     "cluster.layout": ("colocated", "separate"),
     "model.dtype": DTYPES,
     "model.attention": ("sdpa", "eager", "flash_attention_2"),
-    "data.recipe": ("tiny", "multi_solution", "continual", "gsm8k", "math", "gsm8k_math", "generic"),
+    "data.recipe": ("tiny", "multi_solution", "continual", "gsm8k", "math", "gsm8k_math", "math500", "aime24", "aime25",
+                    "dapo_math", "deepscaler", "mbpp", "mbpp_sanitized", "humaneval", "verl", "generic"),
     "data.overlong": ("drop", "error"),
+    "data.invalid_gold": ("error", "drop"),
+    "data.contaminated": ("keep", "drop", "error"),
     "rollout.dtype": DTYPES,
-    "verify.kind": ("math",),
+    "verify.kind": ("math", "code"),
     "roles.rule": ("majority", "position", "entropy", "verifier", "random_span", "random_tokens"),
     "roles.entropy_source": ("reference",),
     "objective.anchor": ("old", "rollout"),
@@ -32,6 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "objective.kl.estimator": ("sampled", "topk", "full"),
     "objective.kl.state_weight": ("token", "cumulative", "none"),
     "objective.kl.placement": ("loss", "reward"),
+    "objective.kl.strength": ("roles", "equal", "matched"),
     "objective.kl.kl_denominator": ("tokens", "role"),
     "objective.cokl.estimator": ("paper", "group", "reference_buffer"),
     "objective.cokl.prompts": ("same", "anchor_dataset"),
@@ -163,6 +169,6 @@ POLICY_LOSS_PARAMS: dict[str, dict[str, Rule]] = {
 # What clip_space=ratio asks of these parameters beyond their own rules: they are ratios then, not nats.
 RATIO_SPACE: dict[str, Rule] = {"clip_low": _FROM_ZERO_TO_ONE, "dual_clip": _ABOVE_ONE_OR_NULL}
 
-# Losses whose trust region is a distance to the policy that sampled, in probabilities (objective.anchor must be rollout).
+# Losses whose trust region is a distance to the policy that sampled, in probabilities: anchor old is another algorithm.
 # SPO's is a ratio, so it is measured against either anchor.
 ROLLOUT_ANCHORED: tuple[str, ...] = ("drpo", "dppo_tv", "dppo_kl")

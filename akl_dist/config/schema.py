@@ -39,7 +39,7 @@ class ColumnsConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    recipe: str = "tiny"  # tiny | multi_solution | continual | gsm8k | math | gsm8k_math | generic
+    recipe: str = "tiny"  # one of choices.CHOICES: gsm8k | math | dapo_math | mbpp | verl (its Parquet layout) | generic | ...
     name: str | None = None  # hub data set, instead of the recipe's own
     path: str | None = None  # local JSONL or Parquet file, instead of the hub
     split: str = "train"
@@ -51,6 +51,8 @@ class DataConfig:
     prompt_suffix: str | None = None  # null = the recipe's own instruction after each problem
     max_prompt_tokens: int = 64
     overlong: str = "drop"  # drop (counted and reported) | error
+    invalid_gold: str = "error"  # error | drop (counted and listed by id): golds that the verifier cannot judge
+    contaminated: str = "keep"  # keep (counted and listed) | drop | error: training prompts that are evaluated on
     limit: int | None = None  # use only the first N training rows
 
 
@@ -76,9 +78,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    kind: str = "math"
+    kind: str = "math"  # math | code (golds are tests; programs run in the sandbox)
     num_workers: int = 1  # killable grader processes
-    timeout_s: float = 5.0  # wall clock of one judgement
+    timeout_s: float = 5.0  # wall clock of one judgement; of code: of the programs of one judgement together
+    allow_unsandboxed: bool = False  # code: run programs where this machine cannot isolate them
     tasks_per_worker: int = 2000  # a grader process is recycled after this many
     max_faulty_fraction: float = 0.2  # share of timeout, error and invalid_gold that stops the run
     batch_timeout_s: float = 300.0
@@ -113,7 +116,8 @@ class KLConfig:
     max_weight: float | None = 2.0  # truncation of the importance weight; null = none
     placement: str = "loss"  # loss | reward (k1 return-to-go in the advantages: the exact full-sequence reverse KL)
     kl_denominator: str = "tokens"  # tokens (shared with the policy loss) | role (tokens of the same role)
-    budget_matched: bool = False  # both roles take f * beta_answer + (1 - f) * beta_reasoning, f = the step's answer share
+    strength: str = "roles"  # roles (each its own beta) | equal (both beta_answer) | matched (both
+    # f * beta_answer + (1 - f) * beta_reasoning, f = the update's share of answer tokens: the total strength of AKL)
     adaptive_target: float | None = None  # nats a token that an adaptive coefficient of both betas aims at; null = constant
     adaptive_horizon: int = 100  # steps in which that coefficient may change by a factor of about e^0.2
 
@@ -206,7 +210,7 @@ class CheckpointConfig:
 class EvaluateConfig:
     every: int = 0  # steps; 0 = before and after training
     samples: int = 4  # k of avg@k
-    num_problems: int = 256
+    num_problems: int | None = 256  # null = all there are
     seed: int = 1234  # the same sampling seeds at every evaluation
 
 

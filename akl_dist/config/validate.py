@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from akl_dist.config import models, typed
-from akl_dist.config.choices import CHOICES, POLICY_LOSS_PARAMS, RANGES, RATIO_SPACE, ROLLOUT_ANCHORED
+from akl_dist.config.choices import CHOICES, CODE_RECIPES, GENERATED_RECIPES, POLICY_LOSS_PARAMS, RANGES, RATIO_SPACE
 from akl_dist.config.own_loss import own_loss_problems
 from akl_dist.config.problems import Problems, Unread
 from akl_dist.config.problems import problem as _problem
@@ -44,8 +44,6 @@ def warnings(config: Config) -> list[str]:
     """Settings that are allowed and probably not meant, one sentence each."""
     found: list[str] = []
     rollout = config.rollout
-    if rollout.group_size == 1:
-        found.append("rollout.group_size=1: a group of one has advantage 0, so nothing but the KL term trains.")
     if rollout.prompts_per_step % rollout.num_engines:
         found.append(f"rollout.prompts_per_step={rollout.prompts_per_step} does not divide by rollout.num_engines="
                      f"{rollout.num_engines}: some engines idle at the end of every step.")
@@ -69,10 +67,15 @@ def warnings(config: Config) -> list[str]:
 
 def not_run_yet(config: Config) -> list[str]:
     """Settings that compose, validate and are planned, but that no worker carries out yet; a real run must refuse them."""
+    found: list[str] = []
     if config.reference.ranks_per_worker > 1:
-        return [f"reference.ranks_per_worker={config.reference.ranks_per_worker}: a reference model sharded over several "
-                "devices is laid out and planned, not run yet."]
-    return []
+        found.append(f"reference.ranks_per_worker={config.reference.ranks_per_worker}: a reference model sharded over several "
+                     "devices is laid out and planned, not run yet.")
+    model = models.sizes(config.model.path)
+    if model is not None and model.num_experts:
+        found.append(f"model.path={config.model.path}: a mixture of {model.num_experts} experts is laid out and planned, not "
+                     "trained yet.")
+    return found
 
 
 def _choices(config: Config) -> Problems:
@@ -114,19 +117,22 @@ def _names(config: Config) -> Problems:
 
 
 def _files(config: Config) -> Problems:
-    for key in ("data.path", "data.eval_path"):
+    for key in ("data.path", "data.eval_path", "data.anchor_path"):
         value = typed.value_of(config, key)
         if value is not None and not Path(value).exists():
             yield _problem(key, value, "an existing file (JSONL or Parquet) or folder", "Check the path.", DataError)
     data = config.data
-    if data.recipe == "generic" and data.path is None and data.name is None:
-        yield _problem("data.path", None, "a file, or data.name, for data.recipe=generic",
+    if data.recipe in ("generic", "verl") and data.path is None and data.name is None and data.eval_path is None:
+        yield _problem("data.path", None, f"a file, or data.name, for data.recipe={data.recipe}",
                        "Write data.path=FILE or data.name=HUB_NAME.", DataError)
     if data.path is not None and data.name is not None:
         yield _problem("data.name", data.name, "null beside data.path", "Leave one of the two out.", DataError)
-    elif data.recipe == "tiny" and data.name is not None:
-        yield _problem("data.name", data.name, "null with data.recipe=tiny, whose problems are generated: nothing reads it",
-                       "Leave data.name out, or choose the data set's recipe (data=generic for one of your own).", DataError)
+    elif data.recipe in GENERATED_RECIPES and data.name is not None:
+        yield _problem("data.name", data.name, f"null with data.recipe={data.recipe}, whose problems are generated: nothing "
+                       "reads it", "Leave data.name out, or choose the data set's recipe (data=generic for your own).", DataError)
+    if data.recipe in CODE_RECIPES and config.verify.kind != "code":
+        yield _problem("verify.kind", config.verify.kind, f"code with data.recipe={data.recipe}, whose golds are tests",
+                       "Write verify.kind=code.")
     replay = config.rollout.replay
     if replay is not None:
         folder = Path(replay) / "rollouts" if (Path(replay) / "rollouts").is_dir() else Path(replay)
@@ -258,9 +264,6 @@ def _policy_loss(config: Config) -> Problems:
             if value is not None and name in accepted and accepted[name][0](value) and not fits(value):
                 yield _problem(f"objective.policy_loss_params.{name}", value, f"{rule} with clip_space=ratio",
                                f"Give {name} {rule}, or leave clip_space out (log).")
-    if objective.policy_loss in ROLLOUT_ANCHORED and objective.anchor != "rollout":
-        yield _problem("objective.anchor", objective.anchor, f"rollout with objective.policy_loss={objective.policy_loss}",
-                       "Write objective.anchor=rollout.")
 
 
 def _limits(config: Config) -> Problems:

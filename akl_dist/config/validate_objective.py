@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
+from akl_dist.config.choices import ROLLOUT_ANCHORED
 from akl_dist.config.problems import Problems, Unread, problem
 from akl_dist.config.resolve import carries_rollout_ratio
-from akl_dist.config.schema import Config
+from akl_dist.config.schema import Config, CriticConfig
+from akl_dist.config.validate_cokl import cokl_problems, cokl_unread, cokl_warnings
 
 CORRECTING = ("tis", "icepop", "mis")
+WITHIN_GROUP = ("grpo", "rloo", "reinforce_pp_baseline")  # advantages that compare a response with others of its group
+CRITIC_KEYS = tuple(f"critic.{field.name}" for field in dataclasses.fields(CriticConfig))
 
 
 def objective_problems(config: Config) -> Problems:
@@ -17,6 +22,9 @@ def objective_problems(config: Config) -> Problems:
     if config.objective.kl.placement == "reward":
         yield from _kl_in_reward(config)
     yield from _correction(config)
+    yield from _length_penalty(config)
+    yield from _dynamic_sampling(config)
+    yield from cokl_problems(config)
 
 
 def unread_keys(config: Config) -> Iterator[Unread]:
@@ -36,11 +44,27 @@ def unread_keys(config: Config) -> Iterator[Unread]:
     corrected = correction.kind in CORRECTING
     yield ("objective.correction.level", corrected, f"objective.correction.kind={', '.join(CORRECTING)}")
     yield ("objective.correction.high", corrected, f"objective.correction.kind={', '.join(CORRECTING)}")
+    for key in ("objective.gamma", "objective.gae_lambda", *CRITIC_KEYS):
+        yield (key, objective.advantage == "gae", "objective.advantage=gae")
+    yield ("objective.normalize_std", objective.advantage in ("grpo", "rloo"), "objective.advantage=grpo or rloo")
+    yield ("objective.overlong_penalty", objective.overlong_buffer_tokens > 0, "objective.overlong_buffer_tokens")
     yield ("objective.correction.low", correction.kind in ("icepop", "mis"), "objective.correction.kind=icepop or mis")
+    yield from cokl_unread(config)
 
 
 def objective_warnings(config: Config) -> Iterator[str]:
     """Settings of the objective that are allowed and probably not meant, one sentence each."""
+    objective = config.objective
+    if config.rollout.group_size == 1 and objective.advantage in WITHIN_GROUP:
+        yield (f"rollout.group_size=1: objective.advantage={objective.advantage} of a group of one is 0, so nothing but the KL "
+               "term trains.")
+    unweighted = objective.policy_loss == "reinforce" and objective.policy_loss_params.get("max_weight") is None
+    if unweighted and config.learner.updates_per_step > 1:
+        yield (f"learner.updates_per_step={config.learner.updates_per_step} with an unweighted objective.policy_loss=reinforce: "
+               "from the second update on the samples are another policy's, and nothing corrects for it.")
+    if objective.policy_loss in ROLLOUT_ANCHORED and objective.anchor == "old":
+        yield (f"objective.anchor=old with objective.policy_loss={objective.policy_loss}: its trust region is then a distance to "
+               "the learner's policy at the start of the step; the paper measures it to the policy that sampled (anchor=rollout).")
     kl, rollout = config.objective.kl, config.rollout
     if kl.beta_reasoning == 0 and kl.beta_answer == 0:
         yield "both betas of objective.kl are 0: no KL term."
@@ -54,6 +78,7 @@ def objective_warnings(config: Config) -> Iterator[str]:
         here = f"as it is here ({', '.join(reasons)})" if reasons else "as it is not here"
         yield ("objective.kl.state_weight=none: on-policy the unweighted k3 has the gradient of the forward KL and k2 that of the "
                f"reverse; off-policy, {here}, it is that of no stated divergence.")
+    yield from cokl_warnings(config)
 
 
 def _kl(config: Config) -> Problems:
@@ -64,9 +89,9 @@ def _kl(config: Config) -> Problems:
         yield problem("objective.kl.state_weight", "none", f"token or cumulative with objective.kl.estimator={kl.estimator}: "
                       "its divergences are not sampled, so there is no weight of the current token to leave out",
                       "Write objective.kl.estimator=sampled for the unweighted surrogate.")
-    if kl.budget_matched and kl.kl_denominator == "role":
-        yield problem("objective.kl.budget_matched", True, "false with objective.kl.kl_denominator=role: the match is by shares of "
-                      "one token count, which that denominator divides out", "Write objective.kl.kl_denominator=tokens.")
+    if kl.strength == "matched" and kl.kl_denominator == "role":
+        yield problem("objective.kl.strength", "matched", "roles or equal with objective.kl.kl_denominator=role: the match is by "
+                      "shares of one token count, which that denominator divides out", "Write objective.kl.kl_denominator=tokens.")
     if kl.adaptive_target is not None and kl.beta_reasoning == 0 and kl.beta_answer == 0:
         yield problem("objective.kl.adaptive_target", kl.adaptive_target, "null with both betas 0: there is nothing to adapt",
                       "Give a beta, or leave objective.kl.adaptive_target out.")
@@ -106,3 +131,25 @@ def _correction(config: Config) -> Problems:
         yield problem("objective.correction.kind", correction.kind, "none or auto with objective.anchor=rollout: the ratio pi/mu "
                       f"of {objective.policy_loss} holds old/mu already, which would count twice",
                       "Write objective.correction.kind=none, or objective.anchor=old.")
+
+
+def _length_penalty(config: Config) -> Problems:
+    buffer, longest = config.objective.overlong_buffer_tokens, config.rollout.max_response_tokens
+    if buffer > longest:
+        yield problem("objective.overlong_buffer_tokens", buffer, f"at most rollout.max_response_tokens={longest}: it is the last "
+                      "part of the longest response", f"Write objective.overlong_buffer_tokens={max(longest // 4, 1)}.")
+
+
+def _dynamic_sampling(config: Config) -> Problems:
+    rounds, rollout, advantage = config.rollout.dynamic_sampling_rounds, config.rollout, config.objective.advantage
+    if rounds == 0:
+        return
+    key, remedy = "rollout.dynamic_sampling_rounds", "Write rollout.dynamic_sampling_rounds=0."
+    if rollout.replay is not None:
+        yield problem(key, rounds, "0 with rollout.replay: a dump holds the groups that were kept, and no others can be drawn",
+                      remedy)
+    elif rollout.group_size == 1:
+        yield problem(key, rounds, "0 with rollout.group_size=1: a group of one never has a right and a wrong response", remedy)
+    elif advantage not in WITHIN_GROUP:
+        yield problem(key, rounds, f"0 with objective.advantage={advantage}: its baseline is not the group's, so groups whose "
+                      "responses are all right or all wrong train, too", remedy)

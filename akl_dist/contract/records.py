@@ -143,12 +143,13 @@ class JudgedArrays:
 @dataclass(frozen=True)
 class JudgedGroup:
     """Verdicts of one group, without the text they were read from (it is among the arrays). ``answer_span_tokens`` [G]:
-    tokens overlapping the verifier's answer span (0 if none)."""
+    tokens overlapping the verifier's answer span (0 if none). ``distinct_correct``: different answers among the right ones."""
 
     prompt_id: str
     verdicts: tuple[Verdict, ...]
     answer_span_tokens: tuple[int, ...]
     arrays: Handle  # -> JudgedArrays
+    distinct_correct: int = 0
 
 
 # --- reference ---------------------------------------------------------------------------------------------------
@@ -156,11 +157,25 @@ class JudgedGroup:
 
 @dataclass(frozen=True)
 class ReferenceArrays:
-    """logp float32 [n], entropy float32 [n]; logprobs float32 [n, V] only where the KL estimator is ``full``, else None."""
+    """logp float32 [n], entropy float32 [n], and what the KL estimator needs of the distribution at each state, else None.
+
+    ``full``: hidden [n, H], final hidden states in the model's dtype (bfloat16 as its uint16 bits, because numpy lacks it);
+    the reader has the LM head. ``topk``: topk_ids int32 [n, k] and topk_logp float32 [n, k], the most probable tokens, and
+    topk_rest float32 [n], the log of the mass of the tokens that are neither among them nor sampled.
+    """
 
     logp: np.ndarray
     entropy: np.ndarray
-    logprobs: np.ndarray | None
+    hidden: np.ndarray | None = None
+    topk_ids: np.ndarray | None = None
+    topk_logp: np.ndarray | None = None
+    topk_rest: np.ndarray | None = None
+
+    @property
+    def rows(self) -> dict[str, np.ndarray]:
+        """The arrays beyond logp and entropy that are there, by name."""
+        found = {name: getattr(self, name) for name in ("hidden", "topk_ids", "topk_logp", "topk_rest")}
+        return {name: array for name, array in found.items() if array is not None}
 
 
 @dataclass(frozen=True)
@@ -206,18 +221,41 @@ class LabelledGroup:
 
 
 @dataclass(frozen=True)
+class CriticArrays:
+    """advantages float32 [n]: generalized advantages before whitening; 0 for responses that do not train."""
+
+    advantages: np.ndarray
+
+
+@dataclass(frozen=True)
 class TrainingGroup:
-    """What a learner rank fetches and trains on. ``trains`` [G] is False where there is no verdict."""
+    """What a learner rank fetches and trains on. ``trains`` [G] is False where there is no verdict.
+
+    advantages [G]: of each response. Where a critic trains: its (shaped) reward until the critic has looked at it, then the mean
+    over its tokens. Per-token advantages of a critic lie behind ``token_advantages``; what trains is (a - ``advantage_mean``) /
+    ``advantage_deviation``, with the mean and deviation of the whole step.
+    """
 
     labelled: LabelledGroup
     advantages: tuple[float, ...]
     trains: tuple[bool, ...]
+    token_advantages: Handle | None = None  # -> CriticArrays
+    advantage_mean: float = 0.0
+    advantage_deviation: float = 1.0
 
     def __post_init__(self) -> None:
         size = len(self.labelled.rollout.response_lengths)
         if not (len(self.advantages) == len(self.trains) == size):
             raise ValueError(f"prompt {self.labelled.rollout.prompt.prompt_id}: {len(self.advantages)} advantages for "
                              f"{size} responses")
+
+
+@dataclass(frozen=True)
+class Appraisal:
+    """What a critic makes of a step: the groups with an advantage per token, in the same order, and metrics (flat names)."""
+
+    groups: list[TrainingGroup]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 # --- learner and weight sync -------------------------------------------------------------------------------------

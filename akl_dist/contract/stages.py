@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from akl_dist.contract.records import (
+    Appraisal,
     JudgedGroup,
     LabelledGroup,
     Prompt,
@@ -34,8 +35,12 @@ class VerifyStage(Protocol):
         """Start judging; returns a ticket for :meth:`collect`. Does not wait, so graders work while the reference scores."""
         ...
 
-    def collect(self, ticket: Any) -> list[JudgedGroup]:
-        """Verdicts in the order submitted. Waits for the graders, within the stage's deadline."""
+    def collect(self, ticket: Any, earlier: Sequence[JudgedGroup] = ()) -> list[JudgedGroup]:
+        """Verdicts in the order submitted. Waits for the graders, within the stage's deadline.
+
+        ``earlier`` are verdicts of the same step: the bound on responses without a verdict holds for all of them together, since
+        a few groups drawn later are too small a sample for it.
+        """
         ...
 
     def label(
@@ -51,11 +56,25 @@ class ReferenceStage(Protocol):
     def score(self, groups: Sequence[RolloutGroup]) -> list[ReferenceGroup]: ...
 
 
-class LearnerStage(Protocol):
-    """Owns the trainable weights."""
+class CriticStage(Protocol):
+    """Owns the value model (objective.advantage=gae)."""
 
-    def update(self, groups: Sequence[TrainingGroup], *, step: int) -> Update:
-        """All optimizer steps of one iteration. Raises NonFiniteLoss before the weights change."""
+    def appraise(self, groups: Sequence[TrainingGroup], *, step: int) -> Appraisal:
+        """An advantage for every token of groups whose ``advantages`` are rewards, then the critic's own optimizer steps.
+        Raises NonFiniteLoss before its weights change."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class LearnerStage(Protocol):
+    """Owns the policy's weights."""
+
+    def update(self, groups: Sequence[TrainingGroup], *, step: int, kl_coefficient: float) -> Update:
+        """All optimizer steps of one iteration, with both betas times ``kl_coefficient``. Raises NonFiniteLoss before the
+        weights change."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from akl_dist.config.schema import ColumnsConfig
 from akl_dist.contract.errors import DataError, nearest
+from akl_dist.data.composed import Composed
 from akl_dist.data.recipes import GoldColumn, Recipe
 
 LISTED = 10
@@ -38,11 +39,14 @@ class RawRow:
 
 @dataclass(frozen=True)
 class Problem:
-    """One usable row: id (unique in its source), the problem's text, the gold answer."""
+    """One usable row: id (unique in its source), the problem's text, the gold answer; ``messages`` (role, content) of a row that
+    brings its whole prompt, ``source`` where the row names its own."""
 
     row_id: str
     text: str
     gold: str
+    messages: tuple[tuple[str, str], ...] = ()
+    source: str | None = None
 
 
 def read_file(path: Path, *, split: str) -> list[RawRow]:
@@ -128,72 +132,108 @@ TINY_SPLITS: Mapping[str, Literal["train", "heldout"]] = {"train": "train", "tes
 TINY_TRAIN_PROBLEMS = 4096
 
 
-def read_tiny(*, split: str, count: int) -> list[RawRow]:
-    """``count`` generated sums, whatever the run's seed; a longer list starts with the shorter one.
+def read_tiny(*, split: str, count: int, task: str = "sums", at_most: bool = False) -> list[RawRow]:
+    """``count`` generated problems of one task, whatever the run's seed; a longer list starts with the shorter one.
 
-    Raises DataError for an unknown split, and for more problems than the split has (only the held-out set's size,
-    ``evaluate.num_problems``, can be that large: the training side is always TINY_TRAIN_PROBLEMS).
+    Args:
+        task: "sums", "blanks" (several right answers) or "pairs" (two operands).
+        at_most: give all there are where the split has fewer than ``count``.
+
+    Raises DataError for an unknown split, and unless ``at_most`` for more problems than the split has.
     """
-    from akl_dist.tiny.task import num_problems, problems
+    from akl_dist.tiny import environments
+    from akl_dist.tiny import task as sums
 
+    tasks = {"sums": (sums.num_problems, sums.problems), "blanks": (environments.num_blanks, environments.blanks),
+             "pairs": (environments.num_pairs, environments.pairs)}  # fmt: skip
     if split not in TINY_SPLITS:
-        raise _error("data.split of recipe tiny", repr(split), f"one of {', '.join(TINY_SPLITS)}",
-                     "The tiny task has a training and a held-out side.")
-    available = num_problems(TINY_SPLITS[split])
-    if count > available:
-        raise _error("evaluate.num_problems", str(count), f"at most {available}, the tiny problems of split {split!r}",
+        raise _error("data.split of a generated recipe", repr(split), f"one of {', '.join(TINY_SPLITS)}",
+                     "Generated tasks have a training and a held-out side.")
+    number, problems = tasks[task]
+    available = number(TINY_SPLITS[split])
+    if count > available and not at_most:
+        raise _error("evaluate.num_problems", str(count), f"at most {available}, the {task} of split {split!r}",
                      f"Write evaluate.num_problems={available} or less.")
-    drawn = problems(TINY_SPLITS[split], count, seed=0)
+    drawn = problems(TINY_SPLITS[split], min(count, available), seed=0)
     return [RawRow(f"problem {n}", p.id, {"id": p.id, "text": p.text, "answer": p.answer}) for n, p in enumerate(drawn)]
 
 
 def to_problems(
-    rows: Sequence[RawRow], recipe: Recipe, columns: ColumnsConfig, *, subject: str, invalid_gold: InvalidGold | None = None
+    rows: Sequence[RawRow], recipe: Recipe, columns: ColumnsConfig, *, subject: str, invalid_gold: InvalidGold | None = None,
+    drop_invalid: bool = False,
 ) -> tuple[list[Problem], list[str]]:
     """Apply the declared schema: id, problem and gold as text.
 
-    Returns the problems and the rows left out because upstream is known to give them no gold answer. Raises DataError
-    naming the rows for a missing column, a missing or non-text value, half a character (a lone surrogate, which no
-    tokenizer takes), a gold that the adapter cannot read (coverage must be 100 %) or that ``invalid_gold`` objects to,
-    or a repeated id.
+    Returns the problems and the rows left out: those that upstream is known to give no gold answer, and with ``drop_invalid``
+    those whose gold cannot be judged. Raises DataError naming the rows for a missing column, a missing or non-text value, half a
+    character (a lone surrogate, which no tokenizer takes), a gold that the adapter cannot read (coverage must be 100 %) or that
+    ``invalid_gold`` objects to, or a repeated id.
     """
     found = {column: None for row in rows for column in row.values}
-    prompt_column = _present("data.columns.prompt", columns.prompt, (recipe.prompt_column,), found, subject)
-    gold = _gold_column(recipe, columns, found, subject)
     id_column = columns.id and _present("data.columns.id", columns.id, (), found, subject)
     id_column = id_column or next((c for c in recipe.id_columns if c in found), None)
-
+    schema = _schema(recipe, columns, found, subject)
     problems: list[Problem] = []
     excluded: list[str] = []
     bad: list[str] = []
     for row in rows:
-        text, raw_gold = _text(row.values.get(prompt_column)), _text(row.values.get(gold.column))
         row_id = _text(row.values.get(id_column)) if id_column else row.row_id
         name = f"{row.where}" + (f" (id {_printable(row_id)})" if row_id and id_column else "")
-        reason: str | None = None
-        if not row_id:
-            bad.append(f"{name}: column {id_column!r} has no text")
-        elif not text or not text.strip():
-            bad.append(f"{name}: column {prompt_column!r} has no text")
-        elif halved := [c for c, v in ((id_column, row_id), (prompt_column, text), (gold.column, raw_gold)) if _halved(v)]:
+        composed = schema.compose(row.values) if row_id else f"column {id_column!r} has no text"
+        if isinstance(composed, str):
+            bad.append(f"{name}: {composed}")
+            continue
+        texts = {id_column: row_id, schema.prompt: composed.text + "".join(text for _, text in composed.messages),
+                 schema.gold: composed.gold}
+        reason = invalid_gold(composed.gold) if composed.gold and invalid_gold else None
+        if halved := [column for column, text in texts.items() if _halved(text)]:
             bad.append(f"{name}: column {halved[0]!r} holds half a character (a lone surrogate)")
-        elif (answer := gold.adapter(raw_gold) if raw_gold is not None else None) is not None and not (
-            reason := invalid_gold(answer) if invalid_gold else None
-        ):
-            problems.append(Problem(row_id, text, answer))
-        elif known := recipe.known_unusable.get(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()):
+        elif composed.gold and not reason:
+            problems.append(Problem(str(row_id), composed.text, composed.gold, composed.messages, composed.source))
+        elif known := recipe.known_unusable.get(hashlib.sha256(composed.text.encode("utf-8", "replace")).hexdigest()):
             excluded.append(f"{row.where}: {known}")
-        elif answer is not None:
-            bad.append(f"{name}: gold {_shortened(answer)} cannot be judged ({reason})")
+        elif composed.gold:
+            listed = excluded if drop_invalid else bad
+            listed.append(f"{name}: gold {_shortened(composed.gold)} cannot be judged ({reason})")
         else:
-            bad.append(f"{name}: prompt without answer (column {gold.column!r})")
+            bad.append(f"{name}: prompt without answer (column {schema.gold!r})")
     if bad:
         listed = "; ".join(bad[:LISTED]) + (f"; and {len(bad) - LISTED} more" if len(bad) > LISTED else "")
-        raise _error(f"{subject}: {len(bad)} of {len(rows)} rows", listed,
-                     f"text in {prompt_column!r} and {gold.expected} in {gold.column!r}, in every row",
+        raise _error(f"{subject}: {len(bad)} of {len(rows)} rows", listed, f"{schema.expected}, in every row",
                      "Correct or remove these rows, or name other columns with data.columns.")
     _check_unique(problems, subject)
     return problems, excluded
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """How a data set's rows are read. ``compose``: a gold that is not there is the empty text; a str says what else is missing.
+    ``prompt`` and ``gold`` name the columns in errors, ``expected`` says what they must hold."""
+
+    compose: Callable[[Mapping[str, Any]], Composed | str]
+    prompt: str
+    gold: str
+    expected: str
+
+
+def _schema(recipe: Recipe, columns: ColumnsConfig, found: Mapping[str, None], subject: str) -> _Schema:
+    if recipe.compose is not None:
+        if columns.prompt or columns.answer:
+            raise _error("data.columns", "prompt or answer", f"the columns of recipe {recipe.name}, which reads several at once",
+                         "Leave data.columns out, or write problems and answers into two columns and use data=generic.")
+        return _Schema(recipe.compose, recipe.prompt_column, "gold", f"rows in the layout of recipe {recipe.name}")
+    prompt = _present("data.columns.prompt", columns.prompt, (recipe.prompt_column, *recipe.other_prompt_columns), found, subject)
+    gold = _gold_column(recipe, columns, found, subject)
+
+    def compose(values: Mapping[str, Any]) -> Composed | str:
+        text, raw_gold = _text(values.get(prompt)), _text(values.get(gold.column))
+        if not text or not text.strip():
+            return f"column {prompt!r} has no text"
+        if recipe.prompt_adapter is not None:
+            text = recipe.prompt_adapter(text)
+        return Composed(text, (gold.adapter(raw_gold) if raw_gold is not None else None) or "")
+
+    return _Schema(compose, prompt, gold.column, f"text in {prompt!r} and {gold.expected} in {gold.column!r}")
 
 
 def _check_unique(problems: Sequence[Problem], subject: str) -> None:

@@ -1,30 +1,39 @@
 """Recipes of the known data sets: where they live, which columns they have, how the gold answer is read off.
 
-Schemas as published by openai/gsm8k (Cobbe et al. 2021), EleutherAI/hendrycks_math (Hendrycks et al. 2021) and
-HuggingFaceH4/MATH-500. A gold adapter returns None where it finds no answer; the loader then refuses the row.
+Schemas as published by openai/gsm8k (Cobbe et al. 2021), EleutherAI/hendrycks_math (Hendrycks et al. 2021),
+HuggingFaceH4/MATH-500 and aime_2024, math-ai/aime25, google-research-datasets/mbpp, openai/openai_humaneval,
+open-r1/DAPO-Math-17k-Processed and agentica-org/DeepScaleR-Preview-Dataset. A gold adapter returns None where it finds no answer;
+the loader then refuses the row.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from akl_dist.contract.errors import DataError, nearest
+from akl_dist.data import composed
+from akl_dist.data.composed import RowAdapter
 
 GoldAdapter = Callable[[str], "str | None"]
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """Text put after each problem. It belongs to the answer extractor, so the pair is one unit with a version."""
+    """Text put after each problem, and the verifier whose extractor reads what it asks for: one unit with a version. Another text
+    or another verifier is another version."""
 
     version: str
     text: str
+    verifier: str = "math"
 
 
 BOXED = Instruction("boxed-1", "\n\nReason step by step and put the final answer within \\boxed{}.")
 NO_INSTRUCTION = Instruction("none", "")
+WRITE_FUNCTION = Instruction("function-1", "\n\nWrite the function, with what it needs, in a ```python block.", "code")
+COMPLETE_FUNCTION = Instruction("completion-1", "\n\nComplete this function. Write it as a whole in a ```python block.", "code")
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,11 @@ class Recipe:
     ``gold_columns`` and ``id_columns`` are tried in order; the first present is used. ``hub_configs`` are concatenated.
     ``known_unusable`` maps the SHA-256 of a problem's text to the upstream row that has no gold answer: such rows are
     left out and reported, any other row without gold is an error.
+    ``compose`` takes the place of prompt and gold columns where they are more than one column.
+    ``splits`` maps a split asked for to the hub's name of it; ``split_of`` tells a row's split where a file holds several.
+    ``benchmark``: only evaluated, neither trained nor anchored on. ``evaluates`` False: only trained on.
+    ``generated`` names a task of ``akl_dist.tiny`` whose rows are made up on the spot: neither a hub data set nor a file is
+    needed. ``trains`` False: a retained task, evaluated and (with CoKL) anchored on, never trained on.
     """
 
     name: str
@@ -53,6 +67,15 @@ class Recipe:
     hub_name: str | None = None
     hub_configs: tuple[str | None, ...] = (None,)
     known_unusable: Mapping[str, str] = field(default_factory=dict)
+    generated: str | None = None
+    trains: bool = True
+    benchmark: bool = False
+    evaluates: bool = True
+    other_prompt_columns: tuple[str, ...] = ()
+    prompt_adapter: Callable[[str], str] | None = None
+    compose: RowAdapter | None = None
+    splits: Mapping[str, str] = field(default_factory=dict)
+    split_of: Callable[[Mapping[str, object]], str | None] | None = None
 
 
 def plain_gold(text: str) -> str | None:
@@ -127,6 +150,82 @@ MATH = Recipe(
     },
 )
 
+MATH500 = replace(MATH, name="math500", hub_name="HuggingFaceH4/MATH-500", hub_configs=(None,), known_unusable={}, benchmark=True)
+
+AIME24 = Recipe(
+    name="aime24",
+    prompt_column="problem",
+    gold_columns=(GoldColumn("answer", plain_gold, "the answer as text"),),
+    id_columns=("id",),
+    instruction=BOXED,
+    hub_name="HuggingFaceH4/aime_2024",
+    splits={"test": "train"},  # the hub's only split
+    benchmark=True,
+)
+
+AIME25 = replace(AIME24, name="aime25", hub_name="math-ai/aime25", splits={})
+
+DAPO_MATH = Recipe(
+    name="dapo_math",
+    prompt_column="prompt",
+    other_prompt_columns=("problem",),
+    prompt_adapter=composed.without_dapo_words,
+    gold_columns=(
+        GoldColumn("solution", plain_gold, "the answer as text"),
+        GoldColumn("answer", plain_gold, "the answer as text"),
+    ),
+    id_columns=(),
+    instruction=BOXED,
+    hub_name="open-r1/DAPO-Math-17k-Processed",
+    hub_configs=("all",),
+    evaluates=False,
+)
+
+DEEPSCALER = Recipe(
+    name="deepscaler",
+    prompt_column="problem",
+    gold_columns=(GoldColumn("answer", plain_gold, "the answer as text"),),
+    id_columns=(),
+    instruction=BOXED,
+    hub_name="agentica-org/DeepScaleR-Preview-Dataset",
+    evaluates=False,
+)
+
+MBPP = Recipe(
+    name="mbpp",
+    prompt_column="text",
+    gold_columns=(),
+    id_columns=("task_id",),
+    instruction=WRITE_FUNCTION,
+    hub_name="google-research-datasets/mbpp",
+    hub_configs=("full",),
+    compose=composed.mbpp,
+    split_of=composed.mbpp_split,
+)
+
+MBPP_SANITIZED = replace(MBPP, name="mbpp_sanitized", prompt_column="prompt", hub_configs=("sanitized",))
+
+HUMANEVAL = Recipe(
+    name="humaneval",
+    prompt_column="prompt",
+    gold_columns=(),
+    id_columns=("task_id",),
+    instruction=COMPLETE_FUNCTION,
+    hub_name="openai/openai_humaneval",
+    compose=composed.humaneval,
+    benchmark=True,
+)
+
+VERL = Recipe(
+    name="verl",
+    prompt_column="prompt",
+    gold_columns=(),
+    id_columns=(),
+    instruction=NO_INSTRUCTION,
+    compose=composed.verl,
+)
+"""Files made for verl: the prompt is a conversation that carries its own instruction."""
+
 GENERIC = Recipe(
     name="generic",
     prompt_column="prompt",
@@ -141,17 +240,41 @@ TINY = Recipe(
     gold_columns=(GoldColumn("answer", plain_gold, "the answer as text"),),
     id_columns=("id",),
     instruction=NO_INSTRUCTION,
+    generated="sums",
 )
-"""Generated sums: rows come from ``akl_dist.tiny.task``, so there is neither a hub data set nor a file."""
+
+MULTI_SOLUTION = replace(TINY, name="multi_solution", generated="blanks")
+"""Sums with a blank: twelve right answers each (``7+{}+6=``: 14 to 25)."""
+
+PAIRS = replace(TINY, name="tiny_pairs", generated="pairs")
+"""Sums of two operands: new to the shipped model."""
 
 RECIPES: Mapping[str, tuple[Recipe, ...]] = {
     "tiny": (TINY,),
+    "multi_solution": (MULTI_SOLUTION,),
+    "continual": (PAIRS, replace(TINY, trains=False)),
     "gsm8k": (GSM8K,),
     "math": (MATH,),
     "gsm8k_math": (GSM8K, MATH),
+    "math500": (MATH500,),
+    "aime24": (AIME24,),
+    "aime25": (AIME25,),
+    "dapo_math": (DAPO_MATH, AIME24, AIME25),
+    "deepscaler": (DEEPSCALER, AIME24, MATH500),
+    "mbpp": (MBPP,),
+    "mbpp_sanitized": (MBPP_SANITIZED,),
+    "humaneval": (HUMANEVAL,),
+    "verl": (VERL,),
     "generic": (GENERIC,),
 }
 """Recipe name -> the data sets it concatenates, in order."""
+
+
+def benchmark_of(file: Path, instruction: Instruction) -> tuple[Recipe, ...]:
+    """The benchmark that a single file is named after (``math500.jsonl``), if it asks for answers in the same words; else none."""
+    known = {part.name: part for parts in RECIPES.values() for part in parts}
+    part = known.get(file.stem)
+    return (part,) if part is not None and part.instruction == instruction else ()
 
 
 def find_recipe(name: str) -> tuple[Recipe, ...]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,11 @@ from akl_dist.config.schema import DataConfig
 from akl_dist.contract.errors import CheckpointError, DataError
 from akl_dist.contract.records import Prompt
 from akl_dist.data import files
-from akl_dist.data.recipes import TINY, Recipe, find_recipe
+from akl_dist.data.contamination import overlapping
+from akl_dist.data.recipes import Recipe, benchmark_of, find_recipe
 from akl_dist.data.template import PromptTemplate
+
+ALL_GENERATED = 10**9  # more than any generated task has
 
 
 def _digest(*parts: object) -> bytes:
@@ -121,13 +122,15 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """Counts of one side: ``rows`` = ``used`` + ``excluded`` + ``overlong`` + ``unselected`` (beyond the limit)."""
+    """Counts of one side: ``rows`` = ``used`` + ``excluded`` + ``overlong`` + ``unselected`` (beyond the limit) +
+    ``contaminated`` (training prompts dropped because they are evaluated on)."""
 
     rows: int
     used: int
     excluded: tuple[str, ...]
     overlong: tuple[str, ...]
     unselected: int
+    contaminated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,12 +139,12 @@ class DataReport:
     instruction: str  # version of the prompt-and-extractor unit
     train: SplitReport
     evaluation: SplitReport
-    overlap: tuple[str, ...] = field(default=())  # evaluation prompts whose text also stands in the training set
+    overlap: tuple[str, ...] = field(default=())  # evaluation problems whose text also stands in the training set
 
     def as_dict(self) -> dict[str, Any]:
         sides = {
             name: {"rows": side.rows, "used": side.used, "excluded": list(side.excluded),
-                   "overlong": list(side.overlong), "unselected": side.unselected}
+                   "overlong": list(side.overlong), "unselected": side.unselected, "contaminated": list(side.contaminated)}
             for name, side in (("train", self.train), ("evaluation", self.evaluation))
         }
         return {"recipe": self.recipe, "instruction": self.instruction, "overlap": list(self.overlap), **sides}
@@ -150,14 +153,18 @@ class DataReport:
         lines = [f"data: recipe {self.recipe}, instruction {self.instruction}"]
         for name, side in (("train", self.train), ("evaluation", self.evaluation)):
             if side.rows == 0:
-                lines.append(f"  {name}: none (no held-out file: set data.eval_path, or evaluate.num_problems=0 if meant)")
+                if name == "evaluation":
+                    lines.append("  evaluation: none (no held-out file: set data.eval_path, or evaluate.num_problems=0 if meant)")
                 continue
-            lines.append(f"  {name}: {side.used} prompts of {side.rows} rows; {len(side.excluded)} without gold, "
-                         f"{len(side.overlong)} overlong dropped, {side.unselected} beyond the limit")
+            lines.append(f"  {name}: {side.used} prompts of {side.rows} rows; {len(side.excluded)} without usable gold, "
+                         f"{len(side.overlong)} overlong dropped, {side.unselected} beyond the limit"
+                         + (f", {len(side.contaminated)} dropped as evaluated on" if side.contaminated else ""))
             for label, names in (("excluded", side.excluded), ("overlong", side.overlong)):
                 if names:
                     lines.append(f"    {label}: {_listed(names)}")
-        lines.append(f"  overlap: {len(self.overlap)} evaluation prompts also stand in the training set"
+        if self.train.rows == 0:  # an evaluation by itself
+            return "\n".join(lines)
+        lines.append(f"  overlap: {len(self.overlap)} evaluation problems also stand in the training set"
                      + (f": {_listed(self.overlap)}" if self.overlap else ""))
         return "\n".join(lines)
 
@@ -169,9 +176,12 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class LoadedData:
+    """``anchor``: prompts that a CoKL term holds to the reference instead of the training prompts; empty unless asked for."""
+
     train: list[Prompt]
     evaluation: list[Prompt]
     report: DataReport
+    anchor: list[Prompt] = field(default_factory=list)
 
 
 def without_held_out(data: DataConfig) -> bool:
@@ -180,7 +190,8 @@ def without_held_out(data: DataConfig) -> bool:
 
 
 def load(
-    data: DataConfig, tokenizer_path: str | Path, *, num_eval_problems: int, invalid_gold: files.InvalidGold | None = None
+    data: DataConfig, tokenizer_path: str | Path, *, num_eval_problems: int | None, invalid_gold: files.InvalidGold | None = None,
+    with_anchor: bool = False,
 ) -> LoadedData:
     """Read, check, tokenise and limit both sides. Touches no accelerator and imports no torch.
 
@@ -188,46 +199,127 @@ def load(
         data: the ``data`` group.
         tokenizer_path: folder of the model's tokenizer.
         num_eval_problems: size of the held-out set, chosen by a hash of the prompt ids (not the first rows, which some
-            data sets order by subject); 0 for no evaluation.
+            data sets order by subject); 0 for no evaluation, None for all there are.
         invalid_gold: the verifier's word on a gold, asked for every row: why it cannot be judged, empty or None if it
             can. None for no such check.
+        with_anchor: read the anchor prompts, too: those of ``data.anchor_path``, else the training side of the recipe's
+            retained tasks.
 
     Raises DataError (rows, columns, files, hub) and ModelError (tokenizer, template).
     """
     parts = find_recipe(data.recipe)
-    suffix = parts[0].instruction.text if data.prompt_suffix is None else data.prompt_suffix
-    version = parts[0].instruction.version if data.prompt_suffix is None else f"custom-{_digest(suffix).hex()[:8]}"
-    template = PromptTemplate(tokenizer_path, system_prompt=data.system_prompt, suffix=suffix)
+    training = [part for part in parts if part.trains and not part.benchmark]
+    if not training:
+        raise DataError("data.recipe", got=f"{data.recipe}, a benchmark", expected="a recipe with training problems", stage="data",
+                        remedy=f"Evaluate it (python -m akl_dist.evaluate data={data.recipe}), or train on another recipe.")
+    template, version = prompt_template(data, parts, tokenizer_path)
+    train = _side(data, training, template, path=data.path, split=data.split, tiny_count=files.TINY_TRAIN_PROBLEMS,
+                  limit=data.limit, spread=False, invalid_gold=invalid_gold)
+    held_out = _NO_SIDE
+    if num_eval_problems != 0 and not without_held_out(data):
+        held_out = _evaluation_side(data, parts, template, num_eval_problems, invalid_gold)
+    train, overlap = _without_contaminated(train, held_out, data.contaminated)
+    anchor = _anchor(data, parts, template, invalid_gold) if with_anchor else []
+    report = DataReport(data.recipe, version, train.report, held_out.report, overlap)
+    return LoadedData(train.prompts, held_out.prompts, report, anchor)
 
-    train, train_texts, train_report = _side(
-        data, parts, template, path=data.path, split=data.split, tiny_count=files.TINY_TRAIN_PROBLEMS,
-        limit=data.limit, spread=False, invalid_gold=invalid_gold,
-    )
-    evaluation, eval_texts, eval_report = [], [], SplitReport(0, 0, (), (), 0)
-    if num_eval_problems and not without_held_out(data):
-        evaluation, eval_texts, eval_report = _side(
-            data, parts, template, path=data.eval_path, split=data.eval_split, tiny_count=num_eval_problems,
-            limit=num_eval_problems, spread=True, invalid_gold=invalid_gold,
-        )
-    known = {normalised(text) for text in train_texts}
-    overlap = tuple(p.prompt_id for p, text in zip(evaluation, eval_texts, strict=True) if normalised(text) in known)
-    return LoadedData(train, evaluation, DataReport(data.recipe, version, train_report, eval_report, overlap))
+
+def load_evaluation(
+    data: DataConfig, tokenizer_path: str | Path, *, num_problems: int | None, invalid_gold: files.InvalidGold | None = None
+) -> LoadedData:
+    """The evaluation side alone (``train`` is empty): of any recipe, benchmarks included. Arguments and errors of :func:`load`."""
+    parts = find_recipe(data.recipe)
+    template, version = prompt_template(data, parts, tokenizer_path)
+    held_out = _evaluation_side(data, parts, template, num_problems, invalid_gold)
+    return LoadedData([], held_out.prompts, DataReport(data.recipe, version, _NO_SIDE.report, held_out.report))
+
+
+def prompt_template(data: DataConfig, parts: Sequence[Recipe], tokenizer_path: str | Path) -> tuple[PromptTemplate, str]:
+    """The template of a recipe's prompts, and the version of its instruction (that of a custom suffix: a hash of it)."""
+    instruction = parts[0].instruction
+    suffix = instruction.text if data.prompt_suffix is None else data.prompt_suffix
+    version = instruction.version if data.prompt_suffix is None else f"custom-{_digest(suffix).hex()[:8]}"
+    return PromptTemplate(tokenizer_path, system_prompt=data.system_prompt, suffix=suffix), version
+
+
+@dataclass(frozen=True)
+class _Side:
+    """``texts``: the problems behind ``prompts``. ``all_ids``, ``all_texts``: of every usable row read, selected or not.
+    ``embedded``: a problem may stand inside a longer prompt (rows that bring their own messages)."""
+
+    prompts: list[Prompt]
+    texts: list[str]
+    report: SplitReport
+    all_ids: list[str] = field(default_factory=list)
+    all_texts: list[str] = field(default_factory=list)
+    embedded: bool = False
+
+
+_NO_SIDE = _Side([], [], SplitReport(0, 0, (), (), 0))
+
+
+def _evaluation_side(
+    data: DataConfig, parts: Sequence[Recipe], template: PromptTemplate, num_problems: int | None,
+    invalid_gold: files.InvalidGold | None,
+) -> _Side:
+    evaluated = [part for part in parts if part.evaluates]
+    if data.eval_path is not None and len(evaluated) > 1 and Path(data.eval_path).is_file():
+        evaluated = benchmark_of(Path(data.eval_path), parts[0].instruction) or evaluated
+    return _side(data, evaluated or parts, template, path=data.eval_path, split=data.eval_split, tiny_count=num_problems,
+                 limit=num_problems, spread=True, invalid_gold=invalid_gold)
+
+
+def _without_contaminated(train: _Side, held_out: _Side, contaminated: str) -> tuple[_Side, tuple[str, ...]]:
+    """The training side as ``data.contaminated`` asks for it, and the ids of evaluation problems that stand in it.
+
+    Every usable row of the evaluation side counts, not only those selected. Raises DataError for ``error``.
+    """
+    trained, evaluated = overlapping(train.texts, held_out.all_texts, embedded=train.embedded)
+    ids = tuple(held_out.all_ids[index] for index in sorted(evaluated))
+    if not ids or contaminated == "keep":
+        return train, ids
+    if contaminated == "error":
+        raise DataError("training prompts", got=f"{len(trained)} that are also evaluated on ({_listed(ids)})", stage="data",
+                        expected="no problem on both sides", remedy="Set data.contaminated=drop, or choose other data.")
+    kept = [index for index in range(len(train.prompts)) if index not in trained]
+    dropped = tuple(train.prompts[index].prompt_id for index in sorted(trained))
+    report = replace(train.report, used=len(kept), contaminated=dropped)
+    return replace(train, prompts=[train.prompts[i] for i in kept], texts=[train.texts[i] for i in kept], report=report), ids
+
+
+def _anchor(
+    data: DataConfig, parts: Sequence[Recipe], template: PromptTemplate, invalid_gold: files.InvalidGold | None
+) -> list[Prompt]:
+    retained = parts if data.anchor_path is not None else [part for part in parts if not (part.trains or part.benchmark)]
+    if not retained:
+        raise DataError("data.anchor_path", got="null", stage="data", remedy="Write data.anchor_path=FILE.",
+                        expected=f"a file of anchor prompts for recipe {data.recipe}, which has no retained task")
+    split = "anchor" if data.anchor_path is not None else data.split
+    return _side(data, retained, template, path=data.anchor_path, split=split, tiny_count=files.TINY_TRAIN_PROBLEMS,
+                 limit=None, spread=False, invalid_gold=invalid_gold).prompts
 
 
 def _side(
     data: DataConfig, parts: Sequence[Recipe], template: PromptTemplate, *, path: str | None, split: str,
-    tiny_count: int, limit: int | None, spread: bool, invalid_gold: files.InvalidGold | None,
-) -> tuple[list[Prompt], list[str], SplitReport]:
-    """Prompts, their problems' texts, and the counts of one side (training or evaluation)."""
+    tiny_count: int | None, limit: int | None, spread: bool, invalid_gold: files.InvalidGold | None,
+) -> _Side:
+    """Prompts, their problems' texts, and the counts of one side (training, evaluation or anchor).
+
+    ``tiny_count`` problems are generated in all (None: all there are), shared out among the parts; a part with fewer gives what
+    it has. The training side takes what there is, too; the held-out side of a single task must be as large as asked for.
+    """
+    at_most = not spread or tiny_count is None
+    share = -(-(ALL_GENERATED if tiny_count is None else tiny_count) // len(parts))
     named: list[tuple[str, str, files.Problem]] = []  # (prompt id, source, problem)
     excluded: list[str] = []
     rows_read = 0
     for recipe in parts:
-        rows, subject = _read(data, recipe, path=path, split=split, tiny_count=tiny_count, several=len(parts) > 1)
-        problems, left_out = files.to_problems(rows, recipe, data.columns, subject=subject, invalid_gold=invalid_gold)
+        rows, subject = _read(data, recipe, path=path, split=split, tiny_count=share, several=len(parts) > 1, at_most=at_most)
+        problems, left_out = files.to_problems(rows, recipe, data.columns, subject=subject, invalid_gold=invalid_gold,
+                                               drop_invalid=data.invalid_gold == "drop")
         rows_read += len(rows)
         excluded += left_out
-        named += [(f"{recipe.name}/{problem.row_id}", recipe.name, problem) for problem in problems]
+        named += [(f"{recipe.name}/{problem.row_id}", problem.source or recipe.name, problem) for problem in problems]
 
     chosen = named
     if limit is not None and limit < len(named):
@@ -236,7 +328,7 @@ def _side(
         chosen = [item for item in named if item[0] in keep]
     prompts, texts, overlong = [], [], []
     for prompt_id, source, problem in chosen:
-        ids = template.encode(problem.text)
+        ids = template.encode(problem.text, problem.messages)
         if len(ids) > data.max_prompt_tokens:
             overlong.append(f"{prompt_id} ({len(ids)} tokens)")
             continue
@@ -244,7 +336,8 @@ def _side(
         texts.append(problem.text)
     _check_overlong(data, overlong, kept=len(prompts), split=split)
     report = SplitReport(rows_read, len(prompts), tuple(excluded), tuple(overlong), len(named) - len(chosen))
-    return prompts, texts, report
+    return _Side(prompts, texts, report, [item[0] for item in named], [item[2].text for item in named],
+                 embedded=any(item[2].messages for item in named))
 
 
 def _check_overlong(data: DataConfig, overlong: Sequence[str], *, kept: int, split: str) -> None:
@@ -257,13 +350,13 @@ def _check_overlong(data: DataConfig, overlong: Sequence[str], *, kept: int, spl
 
 
 def _read(
-    data: DataConfig, recipe: Recipe, *, path: str | None, split: str, tiny_count: int, several: bool
+    data: DataConfig, recipe: Recipe, *, path: str | None, split: str, tiny_count: int, several: bool, at_most: bool,
 ) -> tuple[list[files.RawRow], str]:
     """Rows of one part of a recipe, and what to call them in errors."""
     if path is not None:
         file = Path(path)
         if file.is_dir():
-            candidates = [file / f"{recipe.name}_{split}{suffix}" for suffix in files.SUFFIXES]
+            candidates = [file / f"{name}{suffix}" for name in (f"{recipe.name}_{split}", recipe.name) for suffix in files.SUFFIXES]
             file = next((c for c in candidates if c.is_file()), candidates[0])
         elif several:
             raise DataError(
@@ -271,9 +364,10 @@ def _read(
                 expected=f"a folder with one file per part (such as {recipe.name}_{split}.jsonl) for {data.recipe}",
                 remedy="Name such a folder, or train on one data set.",
             )
-        return files.read_file(file, split=split), str(file)
-    if recipe is TINY:
-        return files.read_tiny(split=split, count=tiny_count), "tiny problems"
+        return _of_split(files.read_file(file, split=split), recipe, split, str(file)), str(file)
+    if recipe.generated is not None:
+        rows = files.read_tiny(split=split, count=tiny_count, task=recipe.generated, at_most=at_most or several)
+        return rows, f"{recipe.name} problems"
     if data.name is not None and several:
         raise DataError("data.name", got=data.name, expected=f"null for {data.recipe}, which is several data sets",
                         remedy="Leave data.name out.", stage="data")
@@ -282,14 +376,19 @@ def _read(
         raise DataError("data.path", got="null", expected=f"a file or data.name for recipe {recipe.name}",
                         remedy="Set data.path=FILE (columns prompt and answer) or data.name=HUB_NAME.", stage="data")
     configs = recipe.hub_configs if hub_name == recipe.hub_name else (None,)
+    split = recipe.splits.get(split, split) if hub_name == recipe.hub_name else split
     rows = [row for config in configs for row in files.read_hub(hub_name, config, split=split)]
     return rows, f"hub data set {hub_name}, split {split!r}"
 
 
-_WRITTEN = re.compile(r"[.,;:!?'\"](?!\d)|[$\\\s]")
-
-
-def normalised(text: str) -> str:
-    """Text for comparing problems: compatibility form, case folded, without spacing, dollar signs, backslashes and
-    the punctuation of sentences. Operators, brackets and decimal points stay: 7+36 is not 73+6."""
-    return _WRITTEN.sub("", unicodedata.normalize("NFKC", text).casefold())
+def _of_split(rows: list[files.RawRow], recipe: Recipe, split: str, subject: str) -> list[files.RawRow]:
+    """Rows of one split, where the rows themselves tell (a file with all of them); all rows of any other data set."""
+    if recipe.split_of is None:
+        return rows
+    found = {row.where: recipe.split_of(row.values) for row in rows}
+    mine = [row for row in rows if found[row.where] in (split, None)]  # a row that does not tell is refused by its reader
+    if not mine:
+        names = sorted({name for name in found.values() if name})
+        raise DataError(subject, got=f"rows of {', '.join(names)}", expected=f"rows of split {split!r}", stage="data",
+                        remedy="Set data.split or data.eval_split to one of them, or give another file.")
+    return mine

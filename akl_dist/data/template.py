@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from akl_dist.contract.errors import DataError, ModelError
@@ -41,7 +42,15 @@ class PromptTemplate:
         """The user message: the problem, byte for byte, and the instruction."""
         return problem + self.suffix
 
-    def encode(self, problem: str) -> tuple[int, ...]:
+    def messages(self, problem: str, own: Sequence[tuple[str, str]] = ()) -> list[dict[str, str]]:
+        """The conversation: the system prompt and the user message, or a row's own (role, content) pairs, to whose last message the
+        instruction is added and which keep a system message of their own."""
+        pairs = [*own[:-1], ("user", self.message(problem))]
+        if self.system_prompt is not None and pairs[0][0] != "system":
+            pairs.insert(0, ("system", self.system_prompt))
+        return [{"role": role, "content": content} for role, content in pairs]
+
+    def encode(self, problem: str, own: Sequence[tuple[str, str]] = ()) -> tuple[int, ...]:
         """Ids of the whole prompt, ending where the response begins.
 
         The template writes its own special tokens, so the tokenizer adds none (no second BOS). Raises ModelError when
@@ -50,8 +59,7 @@ class PromptTemplate:
         """
         from jinja2 import TemplateError
 
-        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
-        messages.append({"role": "user", "content": self.message(problem)})
+        messages = self.messages(problem, own)
         try:
             rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:

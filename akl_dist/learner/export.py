@@ -11,8 +11,8 @@ import torch
 
 from akl_dist.contract.errors import CheckpointError
 from akl_dist.contract.records import ParameterInfo
-from akl_dist.learner.gathering import buckets, gather_bucket, manifest, tied_names
-from akl_dist.learner.model import INDEX, WEIGHTS
+from akl_dist.zero3.build import INDEX, WEIGHTS
+from akl_dist.zero3.gathering import buckets, gather_bucket, manifest, tied_names
 
 SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*")
 """Files beside the weights that a checkpoint needs: config, generation config, tokenizer, chat template."""

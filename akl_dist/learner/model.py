@@ -1,23 +1,17 @@
-"""The trainable model under ZeRO-3: built already sharded, filled tensor by tensor from safetensors, called packed.
-
-No rank ever holds all weights: construction runs under ``deepspeed.zero.Init`` and rank 0 reads one tensor at a time.
-"""
+"""The policy under ZeRO-3, called on packed rows: decoder once, head chunk by chunk where a response token is predicted."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from akl_dist.contract.errors import ModelError
-from akl_dist.learner.gathering import full_shape, named_parameters, tied_names
-from akl_dist.objective import TokenStatistics, chunked_token_statistics
+from akl_dist.objective import HeadReference, TokenStatistics, TopkReference, chunked_token_statistics
+from akl_dist.zero3.build import checkpoint_files
+from akl_dist.zero3.gathering import named_parameters
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SCALED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config keys of models whose logits are more than ``lm_head(hidden)``."""
+Reference = TopkReference | HeadReference | None
 
 
 class HeadStatistics(torch.nn.Module):
@@ -27,19 +21,20 @@ class HeadStatistics(torch.nn.Module):
     of chunks without their collectives going out of step. It returns a single tensor because DeepSpeed counts one
     backward event per output that has a gradient: with several outputs a rank whose loss uses fewer of them (a dummy
     micro-batch) would record another sequence of gathers than its peers, and hang.
+    The backward pass of the chunks runs between that event and the one on ``hidden``, so the weights are whole in it, too.
     """
 
-    def __init__(self, lm_head: torch.nn.Module, chunk_tokens: int) -> None:
+    def __init__(self, lm_head: torch.nn.Linear, chunk_tokens: int) -> None:
         super().__init__()
         self.lm_head = lm_head
         self.chunk_tokens = chunk_tokens
 
     def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor, ref_logprobs: torch.Tensor | None, temperature: float
+        self, hidden: torch.Tensor, targets: torch.Tensor, reference: Reference, temperature: float
     ) -> torch.Tensor:
         statistics = chunked_token_statistics(
-            self.lm_head, hidden, targets, chunk_tokens=self.chunk_tokens, temperature=temperature,
-            ref_logprobs=ref_logprobs, with_gradient_norms=torch.is_grad_enabled(),
+            hidden, self.lm_head.weight, self.lm_head.bias, targets, chunk_tokens=self.chunk_tokens, temperature=temperature,
+            reference=reference, with_gradient_norms=torch.is_grad_enabled(),
         )
         return torch.stack([torch.zeros_like(statistics.logp) if field is None else field for field in statistics])
 
@@ -57,15 +52,15 @@ class PolicyModel(torch.nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, predict_index: torch.Tensor, targets: torch.Tensor,
-        ref_logprobs: torch.Tensor | None, temperature: float,
+        reference: Reference, temperature: float,
     ) -> torch.Tensor:
-        """input_ids, position_ids [1, T]; predict_index, targets [n]; ref_logprobs [n, V] or None.
+        """input_ids, position_ids [1, T]; predict_index, targets [n]; reference of n states, see the head's function.
 
         Returns [number of fields of TokenStatistics, n]; see :func:`unstack`.
         """
         # use_cache=False is what isolates packed sequences: with a cache the second attends to the first.
         hidden = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        return self.head(hidden[0, predict_index], targets, ref_logprobs, temperature)
+        return self.head(hidden[0, predict_index], targets, reference, temperature)
 
 
 def unstack(stacked: torch.Tensor, *, has_reference: bool) -> TokenStatistics:
@@ -76,89 +71,22 @@ def unstack(stacked: torch.Tensor, *, has_reference: bool) -> TokenStatistics:
     return TokenStatistics(fields.logp, fields.entropy, score_norm2=fields.score_norm2)
 
 
-def checkpoint_files(folder: Path) -> dict[str, Path]:
-    """Parameter name -> safetensors file of a Hugging Face checkpoint folder.
+def frozen_head(
+    causal_lm: Any, folder: Path, *, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [V, H] and bias [V] or None of the LM head as the checkpoint in ``folder`` has them, whole on every rank.
 
-    Raises:
-        ModelError: not a folder, no config or no safetensors weights.
+    ``causal_lm`` is the sharded model made from that folder; it only says what the checkpoint calls its head (the input
+    embeddings where the two are tied).
     """
-    def bad(got: str) -> ModelError:
-        return ModelError(
-            f"model.path {folder}", got=got, expected=f"a folder with config.json and {WEIGHTS} or {INDEX}", stage="learner",
-            remedy="Give a local Hugging Face checkpoint with safetensors weights (pickled weights are not loaded).",
-        )
-
     from safetensors import safe_open
 
-    if not (folder / "config.json").is_file():
-        raise bad("no config.json")
-    if (folder / INDEX).is_file():
-        return {name: folder / file for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
-    if not (folder / WEIGHTS).is_file():
-        raise bad("no safetensors weights")
-    with safe_open(folder / WEIGHTS, framework="pt") as reader:
-        return dict.fromkeys(reader.keys(), folder / WEIGHTS)
+    files, names = checkpoint_files(folder), named_parameters(causal_lm)
+    head = causal_lm.get_output_embeddings()
 
+    def read(parameter: torch.Tensor) -> torch.Tensor:
+        name = next(name for name, one in names.items() if one is parameter and name in files)
+        with safe_open(files[name], framework="pt") as reader:
+            return reader.get_tensor(name).to(device=device, dtype=dtype)
 
-def read_config(folder: Path) -> Any:
-    """The model's config; refuses models whose logits are more than their LM head, and switches dropout off.
-
-    Dropout would make the ratio of the first step differ from 1, and old and new log-probs come from two distributions.
-    """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    scaled = [key for key in SCALED_HEADS if getattr(config, key, None) not in (None, 1, 1.0)]
-    if scaled:
-        raise ModelError(
-            f"model.path {folder}", got=f"{config.model_type} with {', '.join(scaled)}", stage="learner",
-            expected="logits that are the LM head's output alone", remedy="Use a model without logit scaling or capping.",
-        )
-    for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"):
-        if getattr(config, key, None):
-            setattr(config, key, 0.0)
-    return config
-
-
-def build_sharded(folder: Path, *, dtype: torch.dtype, attention: str, ds_config: dict[str, Any]) -> Any:
-    """The causal LM of ``folder`` with ZeRO-3 sharded weights. A collective.
-
-    Raises:
-        ModelError: a parameter that the checkpoint lacks, or of another shape.
-    """
-    import deepspeed
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    files = checkpoint_files(folder)
-    config = read_config(folder)
-    # The dtype comes from ds_config alone: given as an argument too, DeepSpeed ignores it on devices without fp16 and
-    # silently makes every weight bfloat16.
-    with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_config):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    model.tie_weights()
-    wrong = {name: p.dtype for name, p in named_parameters(model).items() if p.dtype != dtype}
-    assert not wrong, f"expected {dtype} weights, got {wrong}"
-    _fill(model, folder, files)
-    return model
-
-
-def _fill(model: Any, folder: Path, files: dict[str, Path]) -> None:
-    import deepspeed
-    from safetensors import safe_open
-
-    tied = tied_names(model)
-    own = {name: p for name, p in named_parameters(model).items() if name not in tied}
-    readers = {file: safe_open(file, framework="pt") for file in sorted(set(files.values()))}
-    shapes = {name: tuple(readers[files[name]].get_slice(name).get_shape()) for name in own if name in files}
-    wrong = [f"{name}: {shapes.get(name)}" for name, p in own.items() if shapes.get(name) != full_shape(p)]
-    if wrong:  # every rank checks the headers, so every rank raises
-        raise ModelError(
-            f"model.path {folder}", got=f"{len(wrong)} parameters missing or of another shape ({'; '.join(wrong[:3])})",
-            expected="the parameters of its config.json", remedy="Use a complete checkpoint.", stage="learner",
-        )
-    for name, parameter in own.items():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if torch.distributed.get_rank() == 0:
-                with torch.no_grad():
-                    parameter.copy_(readers[files[name]].get_tensor(name).to(parameter.dtype))
+    return read(head.weight), None if head.bias is None else read(head.bias)

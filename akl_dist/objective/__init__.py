@@ -17,10 +17,22 @@ from akl_dist.objective.activity import (
     sampled_direction_products,
     sampled_norm2,
     token_gradient,
+    trust_region_weights,
 )
-from akl_dist.objective.advantages import SPREAD_FLOOR, group_advantages, zero_spread_groups
+from akl_dist.objective.advantages import SPREAD_FLOOR, batch_whitened_advantages, group_advantages, zero_spread_groups
 from akl_dist.objective.aggregate import AGGREGATIONS, aggregate, aggregation_weights, weighted_sum
 from akl_dist.objective.akl import akl_full_loss, akl_loss, combine_roles
+from akl_dist.objective.cokl import COKL_ESTIMATORS, CoklTerms, cokl_coefficients, cokl_terms
+from akl_dist.objective.correction import CORRECTION_LEVELS, CORRECTIONS, Correction, rollout_correction
+from akl_dist.objective.cumulative_losses import CLIP_SPACES, ctpo, ctpo_geomean
+from akl_dist.objective.fused_head import HeadReference, chunked_token_statistics
+from akl_dist.objective.gae import (
+    GeneralizedAdvantages,
+    advantage_moments,
+    generalized_advantages,
+    mean_and_deviation,
+    value_loss,
+)
 from akl_dist.objective.kl import (
     DIRECTIONS,
     STATE_WEIGHTS,
@@ -33,59 +45,105 @@ from akl_dist.objective.kl import (
     kl_value_k3,
     state_weights,
 )
-from akl_dist.objective.logprobs import TokenStatistics, chunked_token_statistics, num_chunks, token_statistics
+from akl_dist.objective.logprobs import TokenStatistics, token_statistics
 from akl_dist.objective.masking import as_bool, select
-from akl_dist.objective.policy_losses import POLICY_LOSSES, policy_loss, ppo, register_policy_loss
+from akl_dist.objective.policy_losses import (
+    POLICY_LOSSES,
+    check_policy_loss,
+    cispo,
+    gspo,
+    load_policy_loss_module,
+    policy_loss,
+    ppo,
+    register_policy_loss,
+    reinforce,
+)
+from akl_dist.objective.proximity_losses import dppo_kl, dppo_tv, drpo, spo
 from akl_dist.objective.ratios import LOG_RATIO_BOUND, bounded_log_ratio, clamped_tokens, masked_log_ratio, segment_cumsum
+from akl_dist.objective.shaping import adapted_coefficient, keep_group, kl_to_go, overlong_penalty
+from akl_dist.objective.topk import TopkReference, topk_reference
 
 __all__ = [
     "AGGREGATIONS",
+    "CLIP_SPACES",
+    "COKL_ESTIMATORS",
+    "CORRECTIONS",
+    "CORRECTION_LEVELS",
     "DIRECTIONS",
     "LOG_RATIO_BOUND",
     "POLICY_LOSSES",
     "SPREAD_FLOOR",
     "STATE_WEIGHTS",
     "ActivitySums",
+    "CoklTerms",
+    "Correction",
     "DirectionSums",
+    "GeneralizedAdvantages",
+    "HeadReference",
     "PolicyStatistics",
     "RoleSums",
     "StateWeights",
     "TokenStatistics",
+    "TopkReference",
     "activity_ratio",
+    "adapted_coefficient",
+    "advantage_moments",
     "aggregate",
     "aggregation_weights",
     "akl_full_loss",
     "akl_loss",
     "as_bool",
+    "batch_whitened_advantages",
     "bounded_log_ratio",
+    "check_policy_loss",
     "chunked_token_statistics",
+    "cispo",
     "clamped_tokens",
+    "cokl_coefficients",
+    "cokl_terms",
     "combine_roles",
+    "ctpo",
+    "ctpo_geomean",
     "direction_cosine",
     "direction_sums",
+    "dppo_kl",
+    "dppo_tv",
+    "drpo",
     "full_kl",
     "full_kl_loss",
     "full_kl_norm2",
+    "generalized_advantages",
     "group_advantages",
+    "gspo",
+    "keep_group",
     "kl_activity",
     "kl_loss",
+    "kl_to_go",
     "kl_value_k1",
     "kl_value_k2",
     "kl_value_k3",
+    "load_policy_loss_module",
     "masked_log_ratio",
-    "num_chunks",
+    "mean_and_deviation",
+    "overlong_penalty",
     "policy_loss",
     "policy_statistics",
     "ppo",
     "register_policy_loss",
+    "reinforce",
     "role_sums",
+    "rollout_correction",
     "sampled_direction_products",
     "sampled_norm2",
     "segment_cumsum",
     "select",
+    "spo",
     "state_weights",
     "token_gradient",
     "token_statistics",
+    "topk_reference",
+    "trust_region_weights",
+    "value_loss",
     "weighted_sum",
     "zero_spread_groups",
 ]

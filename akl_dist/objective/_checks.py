@@ -37,3 +37,14 @@ def require_shape(subject: str, tensor: Tensor, shape: torch.Size) -> None:
         expected=f"shape {tuple(shape)}",
         remedy="pass per-token tensors of one layout, padded [B, T] or packed [n]",
     )
+
+
+def require_rows(subject: str, tensor: Tensor) -> None:
+    """Raise `ValueError` unless `tensor` is [B, T], one whole sequence a row: [n] would run across sequences."""
+    require(
+        tensor.dim() == 2,
+        subject,
+        got=f"shape {tuple(tensor.shape)}",
+        expected="[B, T], one sequence a row",
+        remedy="spread packed tokens over a grid of sequences first",
+    )

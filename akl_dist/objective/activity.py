@@ -87,6 +87,27 @@ def policy_statistics(*, logp: Tensor, anchor_logp: Tensor, advantages: Tensor, 
     )
 
 
+@torch.no_grad()
+def trust_region_weights(*, gradient: Tensor, logp: Tensor, anchor_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """w in d loss / d logp = -A r w, r = pi/anchor: what a trust region leaves of the unconstrained gradient.
+
+    1 without a trust region, below 1 moving away from the anchor, negative beyond the region, above 1 moving back; see
+    `proximity_losses` for SPO and DRPO. All inputs of one shape, [B, T] or [n].
+
+    Args:
+        gradient: d policy loss / d logp from `token_gradient`, without a rollout correction.
+
+    Returns: float64, same shape; 1 where masked and where A = 0, since nothing is left to weigh.
+    """
+    require_shape("advantages", advantages, logp.shape)
+    require_shape("gradient", gradient, logp.shape)
+    counted = as_bool(mask) & (advantages != 0)
+    ratio = bounded_log_ratio(masked_log_ratio(logp, anchor_logp, counted).double()).exp()
+    plain = -select(advantages, counted).double() * ratio
+    weight = select(gradient, counted).double() / torch.where(counted, plain, torch.ones_like(plain))
+    return torch.where(counted, weight, torch.ones_like(weight))
+
+
 def role_sums(values: Tensor, *, answer_mask: Tensor, mask: Tensor) -> RoleSums:
     """Sum per-token values by role over unmasked tokens; masked entries may hold NaN."""
     require_shape("answer_mask", answer_mask, values.shape)

@@ -1,4 +1,5 @@
-"""Group advantages: GRPO (arXiv 2402.03300, eq. 10), Dr.GRPO (arXiv 2503.20783), RLOO (arXiv 2402.14740)."""
+"""Advantages of sequence rewards: GRPO (arXiv 2402.03300, eq. 10), Dr.GRPO (arXiv 2503.20783), RLOO (arXiv 2402.14740),
+REINFORCE++ (arXiv 2501.03262). Those of a critic are in `gae`."""
 
 from __future__ import annotations
 
@@ -109,3 +110,49 @@ def group_advantages(
         deviation = scale * (squares / degrees).sqrt() + eps
         advantages = torch.where(keep, advantages / deviation[groups.inverse], zero)
     return advantages.to(rewards.dtype if rewards.dtype.is_floating_point else torch.float32)
+
+
+def batch_whitened_advantages(
+    rewards: Tensor,
+    lengths: Tensor,
+    *,
+    group_index: Tensor | None = None,
+    valid: Tensor | None = None,
+    eps: float = 1e-8,
+) -> Tensor:
+    """REINFORCE++: (reward - mean) / sqrt(variance + eps) over all tokens of the batch. Detached [N], rewards' dtype.
+
+    With a terminal reward and no discount every token of a response has that reward ahead of it, so a response counts
+    as many times as it has tokens; the variance is the unbiased one of tokens. Float64, two passes.
+
+    Args:
+        rewards: [N]; entries with valid=False may hold NaN.
+        lengths: [N] unmasked tokens of each response. Responses with none are outside the statistics, advantage 0.
+        group_index: [N]; given, the mean of the response's group is subtracted first (the baseline variant), and a
+            response without another valid one in its group has no baseline: outside the statistics, advantage 0.
+        valid: [N]; samples without a verdict are False: outside the statistics, advantage 0.
+        eps: added to the variance.
+
+    A batch whose (centred) rewards have no spread has advantage exactly 0. A *group* without spread does not in the
+    baseline variant: its centred reward 0 is compared with the batch's, as in the published algorithm.
+    Raises: `ValueError` on a valid non-finite reward, negative lengths, or shapes that differ.
+    """
+    require_shape("lengths", lengths, rewards.shape)
+    require(bool((lengths >= 0).all()), "lengths", got="a negative one", expected="tokens >= 0", remedy="count the mask")
+    usable = lengths > 0 if valid is None else as_bool(valid) & (lengths > 0)
+    batch = torch.zeros(rewards.shape, dtype=torch.long, device=rewards.device)
+    if group_index is not None:
+        groups = _groups(rewards, group_index, usable)
+        usable = groups.valid & (groups.count >= 2)[groups.inverse]
+        rewards_used = group_advantages(rewards.double(), group_index, valid=usable, normalize_std=False)
+    else:
+        rewards_used = rewards.double()
+    whole = _groups(rewards_used, batch, usable)
+    weight = torch.where(usable, lengths.double(), torch.zeros((), dtype=torch.float64, device=rewards.device))
+    total = weight.sum()
+    dtype = rewards.dtype if rewards.dtype.is_floating_point else torch.float32
+    if not bool(usable.any()) or bool(whole.flat.all()):
+        return torch.zeros(rewards.shape, dtype=dtype, device=rewards.device)
+    centred = torch.where(usable, whole.rewards - (weight * whole.rewards).sum() / total, torch.zeros_like(whole.rewards))
+    variance = (weight * centred**2).sum() / (total - 1)
+    return (centred / (variance + eps).sqrt()).to(dtype)

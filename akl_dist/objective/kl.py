@@ -20,7 +20,7 @@ from akl_dist.objective.masking import as_bool, at_least_float32, select
 from akl_dist.objective.ratios import LOG_RATIO_BOUND, bounded_log_ratio, masked_log_ratio, segment_cumsum
 
 DIRECTIONS = ("forward", "reverse", "symmetric")
-STATE_WEIGHTS = ("token", "cumulative")
+STATE_WEIGHTS = ("token", "cumulative", "none")
 
 
 class StateWeights(NamedTuple):
@@ -55,6 +55,8 @@ def state_weights(
     token: pi/mu of the current token (states stay mu's); cumulative: the product of pi/mu over the unmasked tokens of
     the sequence up to the current one (states become pi's). `include_current=False` leaves the current token's ratio
     out, for divergences that are exact at t because nothing is sampled there: token 1, cumulative the product to t-1.
+    none: 1 everywhere. Then sampled surrogates have the gradient of a stated divergence only while pi = mu; it is here
+    because much GRPO code does it, and to be compared with.
 
     Args:
         logp, behaviour_logp, mask: [B, T], one sequence a row, or packed [n]; masked entries may hold NaN.
@@ -79,7 +81,7 @@ def state_weights(
             remedy="pass segment_ids: without them the product would run across sequences",
         )
         log_ratio = segment_cumsum(log_ratio, segment_ids, exclusive=not include_current)
-    elif not include_current:
+    elif state_weight == "none" or not include_current:
         log_ratio = torch.zeros_like(log_ratio)
     dtype = at_least_float32(logp).dtype
     weight = select(log_ratio, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().to(dtype)
@@ -119,7 +121,7 @@ def kl_loss(
     """Sampled KL surrogate per token, to be minimised: forward sg(w) k3, reverse sg(w) k2, symmetric half of each.
 
     With tokens drawn from the behaviour policy its expected gradient is exactly that of the named divergence, at
-    states of mu (`token`) or of pi (`cumulative`). Without w, k3 is the forward KL on-policy and neither off-policy.
+    states of mu (`token`) or of pi (`cumulative`). Without w (`none`), k3 is the forward KL on-policy and neither off-policy.
 
     Args:
         direction: "forward", "reverse" or "symmetric".

@@ -1,4 +1,6 @@
-"""Log-probabilities, entropy and exact divergences of sampled tokens, chunk by chunk over the LM head.
+"""Log-probabilities, entropy and divergences of sampled tokens from whole logits: the definition, by plain autograd.
+
+:mod:`~akl_dist.objective.fused_head` computes the same numbers from hidden states without ever holding all logits.
 
 Everything of one token comes from the same temperature-scaled logits z = logits / temperature. Derivatives with
 respect to the raw logits therefore carry a factor 1/temperature, and squared norms a factor 1/temperature^2;
@@ -7,16 +9,15 @@ respect to the raw logits therefore carry a factor 1/temperature, and squared no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from akl_dist.objective._checks import require, require_shape
 from akl_dist.objective.kl import finite_logprobs, full_kl
 from akl_dist.objective.masking import at_least_float32
+from akl_dist.objective.topk import TopkReference, topk_buckets
 
 
 class TokenStatistics(NamedTuple):
@@ -45,6 +46,7 @@ def token_statistics(
     *,
     temperature: float,
     ref_logprobs: Tensor | None = None,
+    topk: TopkReference | None = None,
     with_gradient_norms: bool = False,
 ) -> TokenStatistics:
     """Statistics of the sampled tokens under softmax(logits / temperature).
@@ -55,7 +57,8 @@ def token_statistics(
         targets: [n] sampled token ids in [0, V).
         temperature: sampling temperature, > 0.
         ref_logprobs: [n, V] normalised log-probabilities of the reference at the same temperature; detached, moved to
-            the logits' device and dtype. None: no divergences.
+            the logits' device and dtype. Gives divergences over the vocabulary.
+        topk: the reference's top-k tokens instead: gives divergences over its buckets. Neither: no divergences.
         with_gradient_norms: also fill the detached norms.
     """
     require(logits.dim() == 2, "logits", got=f"shape {tuple(logits.shape)}", expected="[n, V]", remedy="flatten first")
@@ -68,6 +71,16 @@ def token_statistics(
     logp = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     logprobs = finite_logprobs(logprobs)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
+    if topk is not None:
+        require(ref_logprobs is None, "topk", got="ref_logprobs as well", expected="one of the two", remedy="leave one out")
+        buckets, rest_square = topk_buckets(logprobs, targets, topk)
+        forward, reverse = buckets.divergences()
+        if not with_gradient_norms:
+            return TokenStatistics(logp, entropy, forward, reverse)
+        score_norm2 = _gradient_norms(logprobs, targets, None, None)[0]
+        with torch.no_grad():
+            norms = buckets.gradient_norms(reverse, rest_square)
+        return TokenStatistics(logp, entropy, forward, reverse, score_norm2, *norms)
     forward = reverse = reference = None
     if ref_logprobs is not None:
         require_shape("ref_logprobs", ref_logprobs, logits.shape)
@@ -98,62 +111,3 @@ def _gradient_norms(
         (reverse_gradient * reverse_gradient).sum(-1),
         (forward_gradient * reverse_gradient).sum(-1),
     )
-
-
-def chunked_token_statistics(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    chunk_tokens: int,
-    temperature: float,
-    ref_logprobs: Tensor | None = None,
-    with_gradient_norms: bool = False,
-    min_chunks: int = 1,
-) -> TokenStatistics:
-    """`token_statistics(head(hidden), targets)` with at most one chunk of logits alive, forward and backward.
-
-    Each chunk is a checkpointed piece that calls `head` anew in the backward pass, so logits are neither kept nor
-    computed for all tokens at once. `head` is called inside the piece: modules whose forward hooks gather sharded
-    weights (ZeRO-3) work. There every call is a collective, so all ranks must make the same number of calls.
-
-    Args:
-        head: maps [m, H] to logits [m, V]; deterministic (no dropout).
-        hidden: [n, H] final hidden states of the positions *before* the targets.
-        targets: [n] sampled token ids.
-        chunk_tokens: most tokens whose logits exist at once.
-        ref_logprobs: [n, V] or None; may live on another device or in half precision, moved chunk by chunk.
-        min_chunks: pads the number of calls with empty ones; give the largest count over the ranks with ZeRO-3.
-        temperature, with_gradient_norms: see `token_statistics`.
-    """
-    require(chunk_tokens > 0, "chunk_tokens", got=chunk_tokens, expected="> 0", remedy="e.g. 1024")
-    require_shape("targets", targets, hidden.shape[:1])
-    if ref_logprobs is not None:
-        require_shape("ref_logprobs rows", ref_logprobs[:, 0], hidden.shape[:1])
-    count = hidden.shape[0]
-    chunks = max(-(-count // chunk_tokens), min_chunks, 1)
-    sizes = [max(0, min(chunk_tokens, count - chunk * chunk_tokens)) for chunk in range(chunks)]
-
-    def piece(hidden_chunk: Tensor, target_chunk: Tensor, ref_chunk: Tensor | None) -> TokenStatistics:
-        return token_statistics(
-            head(hidden_chunk),
-            target_chunk,
-            temperature=temperature,
-            ref_logprobs=ref_chunk,
-            with_gradient_norms=with_gradient_norms,
-        )
-
-    ref_chunks = [None] * chunks if ref_logprobs is None else ref_logprobs.detach().split(sizes)
-    results = [
-        checkpoint(piece, *arguments, use_reentrant=False, preserve_rng_state=False)
-        for arguments in zip(hidden.split(sizes), targets.split(sizes), ref_chunks, strict=True)
-    ]
-    optional = [None if field[0] is None else torch.cat(field) for field in zip(*(r[2:] for r in results), strict=True)]
-    return TokenStatistics(
-        torch.cat([result.logp for result in results]), torch.cat([result.entropy for result in results]), *optional
-    )
-
-
-def num_chunks(tokens: int, chunk_tokens: int) -> int:
-    """Head calls that `chunked_token_statistics` makes for `tokens` tokens (at least 1)."""
-    return max(-(-tokens // chunk_tokens), 1)

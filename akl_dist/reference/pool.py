@@ -35,6 +35,11 @@ class ReferenceSettings:
     topk: int
     timeout_s: float
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What OpenMP reads when it is loaded."""
+        return {"OMP_NUM_THREADS": str(self.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
 
 class ReferenceActor:
     """One frozen model in a process of its own; made by :meth:`start`, so that its errors reach the driver as raised."""
@@ -92,10 +97,9 @@ class ReferencePool:
         self._timeout_s = settings.timeout_s
         self.workers: dict[str, Any] = {}
         """Actor name -> handle."""
-        needed = {"OMP_NUM_THREADS": str(settings.num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
         for index, options in enumerate(actor_options):
             name = f"reference/{run_id}/{index}"
-            actor = ray.remote(ReferenceActor).options(**with_environment(options, needed), name=name, max_restarts=0)
+            actor = ray.remote(ReferenceActor).options(**with_environment(options, settings.environment), name=name, max_restarts=0)
             self.workers[name] = actor.remote(settings, name)
         self._started = {name: worker.start.remote() for name, worker in self.workers.items()}
 

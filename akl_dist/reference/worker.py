@@ -14,7 +14,7 @@ import torch
 
 from akl_dist.contract.packing import PackedRow, first_fit_decreasing, pack_row, row_tokens
 from akl_dist.contract.records import ReferenceArrays
-from akl_dist.objective import kl_value_k1, kl_value_k3, token_statistics
+from akl_dist.objective import kl_value_k1, kl_value_k3, token_statistics, topk_reference
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,20 @@ class ReferenceWorker:
     temperature: sampling temperature of the rollouts; log-probs are taken at it.
     max_tokens_per_batch: input tokens of one forward pass.
     logprob_chunk_tokens: tokens whose logits [chunk, vocabulary] exist at once.
-    full_vocabulary: keep log-probs of the whole vocabulary (KL estimator ``full``).
+    kl_estimator: "sampled" | "topk" | "full": what is kept of each state's distribution, see ReferenceArrays.
+    topk: most probable tokens kept for ``topk``.
     device: "cpu" | "cuda".
     """
 
     def __init__(
         self, *, model_path: str, dtype: str, attention: str, temperature: float, num_threads: int, max_tokens_per_batch: int,
-        logprob_chunk_tokens: int, full_vocabulary: bool, device: str,
+        logprob_chunk_tokens: int, kl_estimator: str, topk: int, device: str,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(num_threads)
         self.temperature, self.max_tokens_per_batch = temperature, max_tokens_per_batch
-        self.logprob_chunk_tokens, self.full_vocabulary = logprob_chunk_tokens, full_vocabulary
+        self.logprob_chunk_tokens, self.kl_estimator, self.topk = logprob_chunk_tokens, kl_estimator, topk
         self.device = torch.device(device)
         model: Any = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=getattr(torch, dtype), attn_implementation=attention, use_safetensors=True)
@@ -100,10 +101,19 @@ class ReferenceWorker:
             logits = head(hidden[index])
             statistics = token_statistics(logits, target, temperature=self.temperature)
             piece = {"logp": statistics.logp, "entropy": statistics.entropy}
-            if self.full_vocabulary:
-                piece["logprobs"] = torch.log_softmax(logits.float() / self.temperature, dim=-1)
-            pieces.append({name: value.float().cpu().numpy() for name, value in piece.items()})
+            if self.kl_estimator == "topk":
+                kept = topk_reference(logits, target, k=self.topk, temperature=self.temperature)
+                piece |= {"topk_ids": kept.ids, "topk_logp": kept.logp, "topk_rest": kept.rest_logp}
+            elif self.kl_estimator == "full":
+                piece["hidden"] = hidden[index]
+            pieces.append({name: _array(value) for name, value in piece.items()})
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    """On the host; bfloat16 as its uint16 bits."""
+    values = values.cpu()
+    return values.view(torch.int16).numpy().view(np.uint16) if values.dtype is torch.bfloat16 else values.numpy()
 
 
 def _record(group: Responses, fields: list[dict[str, np.ndarray]]) -> Scored:
@@ -112,4 +122,4 @@ def _record(group: Responses, fields: list[dict[str, np.ndarray]]) -> Scored:
     mask = torch.ones_like(mu, dtype=torch.bool)
     estimates = (kl_value_k1(logp=mu, ref_logp=ref, mask=mask), kl_value_k3(logp=mu, ref_logp=ref, mask=mask))
     k1, k3 = (tuple(float(piece.double().sum()) for piece in estimate.split(group.sizes)) for estimate in estimates)
-    return Scored(ReferenceArrays(flat["logp"], flat["entropy"], flat.get("logprobs")), k1, k3)
+    return Scored(ReferenceArrays(**flat), k1, k3)

@@ -14,7 +14,7 @@ import numpy as np
 
 from akl_dist.contract.errors import RunError, UserError, WeightSyncError
 from akl_dist.contract.records import ParameterInfo, Prompt, RolloutArrays, Sampling
-from akl_dist.rollout.launch import EngineSettings, asked, build, check_effective, effective, engine_environment
+from akl_dist.rollout.launch import EngineSettings, asked, build, check_effective, effective
 from akl_dist.rollout.manifest import parameter_manifest
 from akl_dist.rollout.sampling import request_seed
 
@@ -55,9 +55,7 @@ class RolloutEngine:
     """
 
     def __init__(self, settings: EngineSettings, *, name: str = "engine") -> None:
-        os.environ.update(
-            engine_environment(device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager)
-        )
+        os.environ.update(settings.environment)
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_gib, in whole GiB only
         self.name = name
         self.policy_version = 0

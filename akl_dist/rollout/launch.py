@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from akl_dist.config.schema import Config
 from akl_dist.contract.errors import ModelError
 
 if TYPE_CHECKING:
@@ -47,6 +48,22 @@ class EngineSettings:
     enforce_eager: bool = True
     num_threads: int = 1
     seed: int = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """See :func:`engine_environment`."""
+        return engine_environment(device=self.device, num_threads=self.num_threads, enforce_eager=self.enforce_eager)
+
+
+def engine_settings(config: Config, model_path: str) -> EngineSettings:
+    """The settings of a configuration's engines."""
+    rollout = config.rollout
+    return EngineSettings(
+        model_path=model_path, dtype=rollout.dtype, device=config.cluster.device,
+        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        tensor_parallel_size=rollout.tensor_parallel_size, kv_cache_gib=rollout.kv_cache_gib,
+        gpu_memory_utilization=rollout.gpu_memory_utilization, max_num_seqs=rollout.max_num_seqs,
+        enforce_eager=rollout.enforce_eager, num_threads=rollout.num_threads, seed=config.seed)
 
 
 def engine_environment(*, device: str, num_threads: int, enforce_eager: bool) -> dict[str, str]:

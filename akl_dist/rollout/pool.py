@@ -15,7 +15,7 @@ from akl_dist.cluster.reserve import with_environment
 from akl_dist.contract.packing import probe_sequence
 from akl_dist.contract.records import ParameterInfo, Prompt, RolloutGroup, Sampling
 from akl_dist.rollout.engine import RolloutEngine
-from akl_dist.rollout.launch import EngineSettings, engine_environment
+from akl_dist.rollout.launch import EngineSettings
 
 CLOSE_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 60.0
@@ -117,10 +117,9 @@ class RolloutPool:
         """Seconds each engine worked in the last call of :meth:`sample`."""
         self.engines: dict[str, Any] = {}
         """Actor name -> handle, for the weight sync."""
-        needed = engine_environment(device=settings.device, num_threads=settings.num_threads, enforce_eager=settings.enforce_eager)
         for index, options in enumerate(actor_options):
             name = f"rollout/{run_id}/{index}"
-            actor = ray.remote(RolloutActor).options(**with_environment(options, needed), name=name, max_restarts=0)
+            actor = ray.remote(RolloutActor).options(**with_environment(options, settings.environment), name=name, max_restarts=0)
             self.engines[name] = actor.remote(settings, name)
         self._started = {name: engine.start.remote() for name, engine in self.engines.items()}
 

@@ -352,14 +352,13 @@ def _same_value(a: str, b: str) -> Outcome:
     if (is_words(a) and len(a) > 1) or (is_words(b) and len(b) > 1):
         return Outcome.DIFFERENT if left or right else Outcome.UNPARSED
     try:
+        if not re.search(r"\d\.\d|\.\d", a + " " + b):
+            same = symbolic.same(a, b)
+            return Outcome.UNPARSED if same is None else Outcome.EQUAL if same else Outcome.DIFFERENT
         gap = symbolic.gap(a, b)
     except symbolic.NotSymbolic:
         return Outcome.UNPARSED
-    if gap is None:
-        return Outcome.UNPARSED
-    if not re.search(r"\d\.\d|\.\d", a + " " + b):
-        return Outcome.EQUAL if gap <= symbolic.EXACT_GAP else Outcome.DIFFERENT
-    return _by_gap(gap)
+    return Outcome.UNPARSED if gap is None else _by_gap(gap)
 
 
 def _unwrapped(text: str) -> str:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from akl_dist.verify.normalize import canonical
+from akl_dist.verify.quantity import TooLarge, parse_quantity
 from akl_dist.verify.segments import final_section
 
 Span = tuple[int, int]
@@ -168,9 +170,18 @@ def _from_boxes(text: str, boxes: list[_Candidate]) -> Marker | None:
         return None
     spans = [span for span in joined if span is not None]
     answers = list(dict.fromkeys(text[a:b] for a, b in spans))
-    if len(answers) == 1:
-        return Marker("box", answers[0], spans[-1], last.outer)
+    if len(answers) == 1 or _one_number(answers):
+        return Marker("box", answers[-1], spans[-1], last.outer)
     return Marker("box", ", ".join(answers), (spans[0][0], spans[-1][1]), (first.outer[0], last.outer[1]))
+
+
+def _one_number(answers: list[str]) -> bool:
+    """Whether all are one number in several spellings ("15 39/40 or 639/40"): then it is one answer and no list."""
+    try:
+        quantities = [parse_quantity(canonical(answer)) for answer in answers]
+    except TooLarge:
+        return False
+    return len({None if quantity is None else quantity.value for quantity in quantities} - {None}) == 1 and None not in quantities
 
 
 def _innermost(text: str, content: Span) -> Span | None:

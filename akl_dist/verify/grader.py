@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from akl_dist.contract.errors import VerifierFault
 from akl_dist.contract.records import Status, Verdict
@@ -77,7 +78,7 @@ class GraderPool:
         timeout_s: default wall clock of one judgement.
         tasks_per_worker: a grader is replaced after this many.
         start_timeout_s: limit for one grader to start, import and pass its probes.
-        judge: ``module:function`` called in the grader with the fields of :class:`Item`.
+        judge: ``module:function`` called in the grader with the fields of :class:`Item` (or of whatever record it is given).
         probes: items with the status they must get; the pool refuses to start otherwise.
         environment: added to the graders' (otherwise minimal) environment.
 
@@ -93,7 +94,7 @@ class GraderPool:
         tasks_per_worker: int = 2000,
         start_timeout_s: float = 120.0,
         judge: str = MATH_JUDGE,
-        probes: Sequence[tuple[Item, Status]] = PROBES,
+        probes: Sequence[tuple[Any, Status]] = PROBES,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0 or tasks_per_worker < 1:
@@ -231,12 +232,12 @@ class GraderPool:
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def judge_many(
-        self, items: Sequence[Item], timeout_s: float | None = None, batch_deadline: float | None = None
+        self, items: Sequence[Any], timeout_s: float | None = None, batch_deadline: float | None = None
     ) -> list[Verdict]:
         """Verdicts in the order of ``items``; never raises for an answer, however hostile.
 
         Args:
-            items: what to judge.
+            items: what to judge: :class:`Item`, or the records of the pool's own judge.
             timeout_s: wall clock of one judgement, from the reply before it to its own; default the pool's.
             batch_deadline: ``time.monotonic()`` value after which every item without a verdict becomes ``timeout``;
                 default: as if every item took its whole limit.
@@ -254,7 +255,7 @@ class GraderPool:
 class _Batch:
     """One call of ``judge_many``: which items wait, which are in flight, which are done."""
 
-    def __init__(self, pool: GraderPool, items: Sequence[Item], limit: float, deadline: float) -> None:
+    def __init__(self, pool: GraderPool, items: Sequence[Any], limit: float, deadline: float) -> None:
         self.pool, self.items, self.limit, self.deadline = pool, items, limit, deadline
         self.waiting = collections.deque(range(len(items)))
         self.verdicts: list[Verdict | None] = [None] * len(items)

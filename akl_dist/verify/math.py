@@ -6,6 +6,10 @@ when exact arithmetic cannot decide.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
+from akl_dist.contract.golds import MAX_ALTERNATIVES, alternatives
 from akl_dist.contract.records import Status, Verdict
 from akl_dist.verify.equality import Outcome, compare
 from akl_dist.verify.extract import extract
@@ -15,6 +19,7 @@ from akl_dist.verify.quantity import TooLarge
 MAX_GOLD = 4000  # characters
 MAX_ANSWER = 4000
 MAX_NESTING = 40
+_ZEROS = re.compile(r"(?<=\d)\.0+(?!\d)")
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 """What sympy raises on expressions it cannot handle: the grader's failure, hence no verdict, never a wrong answer."""
 
@@ -45,7 +50,16 @@ def judge(*, gold: str, response_text: str, truncated: bool, think_open: bool = 
 
 
 def judge_answer(*, gold: str, answer: str) -> tuple[Status, str]:
-    """Status and reason for an answer that is already extracted. The same path for training, evaluation and tools."""
+    """Status and reason for an answer that is already extracted. The same path for training, evaluation and tools.
+
+    With several accepted answers (:mod:`akl_dist.contract.golds`) one equality is enough. Where none holds, a comparison that
+    failed leaves no verdict, since it might have been the right one.
+    """
+    accepted = alternatives(gold) if isinstance(gold, str) and not invalid_gold(gold) else None
+    if accepted is not None:
+        verdicts = [judge_answer(gold=one, answer=answer) for one in accepted]
+        ranked = (Status.OK, Status.ERROR, Status.WRONG, Status.NO_ANSWER)
+        return min(verdicts, key=lambda verdict: ranked.index(verdict[0]))
     bad_gold = invalid_gold(gold)
     if bad_gold:
         return Status.INVALID_GOLD, bad_gold
@@ -72,9 +86,21 @@ def judge_answer(*, gold: str, answer: str) -> tuple[Status, str]:
 
 
 def invalid_gold(gold: str) -> str:
-    """Why a gold cannot be used, or "" if it can: it must be non-empty text that equals itself after normalisation."""
+    """Why a gold cannot be used, or "" if it can: it must be non-empty text that equals itself after normalisation.
+
+    A gold with several accepted answers is usable when each of them is.
+    """
     if not isinstance(gold, str):
         return f"gold is {type(gold).__name__}, not text"
+    accepted = alternatives(gold)
+    if accepted is not None:
+        if len(accepted) > MAX_ALTERNATIVES:
+            return f"gold has more than {MAX_ALTERNATIVES} accepted answers"
+        return next((f"{reason} (one of the accepted answers)" for reason in map(_invalid_single, accepted) if reason), "")
+    return _invalid_single(gold)
+
+
+def _invalid_single(gold: str) -> str:
     if len(gold) > MAX_GOLD:
         return f"gold has more than {MAX_GOLD} characters"
     key = canonical(gold)
@@ -83,6 +109,14 @@ def invalid_gold(gold: str) -> str:
     if _unbalanced(key):
         return "gold has unbalanced braces"
     return ""
+
+
+def distinct_answers(answers: Sequence[str]) -> int:
+    """How many of these answers are written differently, but for formatting and a decimal part of zeros (14 and 14.0 are one).
+
+    A comparison of values would need the equality, and a time limit, for each pair: 1/2 and 0.5 count as two.
+    """
+    return len({_ZEROS.sub("", identity_key(canonical(answer))) for answer in answers})
 
 
 def nesting(text: str) -> int:

@@ -120,7 +120,7 @@ def canonical(text: str) -> str:
     out = text.translate(_TRANSLATION).strip()
     for _ in range(3):
         out = _unwrap_delimiters(out.strip())
-        out = out.rstrip(",;: \t\n")
+        out = _strip_end(out)
         if out.endswith(".") and not out.endswith(".."):
             out = out[:-1]
     out = re.sub(r"^\$(?=\s*[\d.,])", USD, out)
@@ -130,11 +130,23 @@ def canonical(text: str) -> str:
     return re.sub(r"\s+", " ", out).strip()
 
 
+def _strip_end(text: str) -> str:
+    """Without closing punctuation and spacing commands: the ``;`` of ``7\\;`` goes with its backslash."""
+    while True:
+        stripped = text.rstrip(",;: \t\n")
+        if (len(stripped) - len(stripped.rstrip("\\"))) % 2:
+            stripped = stripped[:-1]
+        if stripped == text:
+            return text
+        text = stripped
+
+
 def _unwrap_delimiters(text: str) -> str:
     for opener, closer in _DELIMITERS:
         if len(text) > len(opener) + len(closer) - 1 and text.startswith(opener) and text.endswith(closer):
             inner = text[len(opener) : -len(closer)]
-            if opener not in inner:
+            escaped = opener == "$" and len(inner) - len(inner.rstrip("\\")) & 1  # the last dollar sign is money
+            if opener not in inner.replace("\\$", "") and not escaped:
                 return inner.strip()
     return text
 

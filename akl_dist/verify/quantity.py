@@ -4,7 +4,7 @@ Grammar (on canonical text)::
 
     expression = ["+" | "-"] term {("+" | "-") term}
     term       = power {["\\cdot" | "/"] power}           juxtaposition multiplies, except number after number
-    power      = atom {"!"} ["^" exponent]
+    power      = atom {"!" | "!!"} ["^" exponent]         n!! is the double factorial
     atom       = number | "(" expression ")" | "{" expression "}" | "\\frac" group group | "\\sqrt" ["[" n "]"] group
     (exact roots only) number     = integer | grouped (d{1,3}(,ddd)+) | decimal | scientific | repeating decimal |
     mixed (integer \\frac{}{})
@@ -158,12 +158,12 @@ class _Parser:
         if depth > MAX_DEPTH:
             raise TooLarge(f"more than {MAX_DEPTH} nested groups")
         value = self.atom(depth)
-        while self.take("!"):
-            if value.denominator != 1 or value < 0:
+        while marks := self.take("!!", "!"):
+            if value.denominator != 1 or value < 0 or self.text.startswith("!", self.at):
                 raise _NotANumber
             if value > MAX_FACTORIAL:
                 raise TooLarge(f"a factorial above {MAX_FACTORIAL}!")
-            value = Fraction(math.factorial(int(value)))
+            value = Fraction(math.prod(range(int(value), 1, -len(marks))))
         if self.take("^"):
             sign = self.take("-")
             exponent = self.group(depth) if self.text.startswith("{", self.at) else self.power(depth + 1)

@@ -4,10 +4,16 @@ Three votes say "answer": *position* (inside the final section's answer marker),
 this response's own quantile) and *verifier* (overlaps the string the verifier read as the answer). None of them looks at
 correctness or at another response. A token is an answer token iff at least two agree. Roles are computed once per rollout
 batch and stay frozen over all updates on it.
+
+Two rules draw at random as many answer tokens as the majority gives a response: controls for what the place of the roles
+adds to their number. *random_span* keeps them contiguous, as answers are; *random_tokens* scatters them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +23,8 @@ from torch import Tensor
 from akl_dist.verify.extract import locate
 from akl_dist.verify.segments import final_section, last_line
 
-RULES = ("majority", "position", "entropy", "verifier")
+RANDOM_RULES = ("random_span", "random_tokens")
+RULES = ("majority", "position", "entropy", "verifier", *RANDOM_RULES)
 MAX_TAIL_TOKENS = 32  # of the last line, where no marker is present
 TIE = 1e-9  # relative: values this close to the quantile count as equal to it, whatever order they were summed in
 
@@ -54,12 +61,14 @@ def token_roles(
         verifier_span_mask: bool [B, T]: tokens overlapping the verifier's span (see :func:`verifier_votes`).
         eos_mask: bool [B, T]: end tokens. Their position vote is that of the token just before them, so an end token
             counts only when it is adjacent to the marker's close.
-        rule: ``majority`` (at least two votes) or one vote alone: ``position``, ``entropy``, ``verifier``.
+        rule: ``majority`` (at least two votes), one vote alone (``position``, ``entropy``, ``verifier``), or as many tokens as
+            the majority, anywhere: contiguous among the sampled tokens (``random_span``) or not (``random_tokens``).
         entropy_quantile, entropy_window: see :func:`entropy_votes`.
-        seeds: one per row, for rules that draw at random; the four rules here are deterministic and do not read it.
+        seeds: one per row, for the two rules that draw at random (see :func:`response_seed`); the others do not read it.
 
     Raises:
-        ValueError: unknown rule, shapes that differ, an entropy that is not finite where mask is 1.
+        ValueError: unknown rule, a rule that draws without one seed per row, shapes that differ, an entropy that is not finite
+            where mask is 1.
     """
     if rule not in RULES:
         raise ValueError(f"roles.rule: got {rule!r}; expected one of {', '.join(RULES)}.")
@@ -72,9 +81,32 @@ def token_roles(
         entropy_quantile=entropy_quantile,
         entropy_window=entropy_window,
     )
+    majority = votes.position & votes.entropy | votes.position & votes.verifier | votes.entropy & votes.verifier
+    if rule in RANDOM_RULES:
+        if seeds is None or len(seeds) != len(mask):
+            got = "none" if seeds is None else len(seeds)
+            raise ValueError(f"seeds of roles.rule {rule!r}: got {got}; expected one for each of the {len(mask)} responses.")
+        return _at_random(majority, mask.bool(), seeds, contiguous=rule == "random_span")
     if rule == "majority":
-        return votes.position & votes.entropy | votes.position & votes.verifier | votes.entropy & votes.verifier
+        return majority
     return {"position": votes.position, "entropy": votes.entropy, "verifier": votes.verifier}[rule]
+
+
+def response_seed(run_seed: int, prompt_id: str, sample_index: int) -> int:
+    """Seed of a response's random roles, in [0, 2**64): the same wherever and in whatever company it is labelled."""
+    key = json.dumps(["roles", run_seed, prompt_id, sample_index], separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(key.encode("ascii")).digest()[:8], "big")
+
+
+def _at_random(like: Tensor, valid: Tensor, seeds: Sequence[int], *, contiguous: bool) -> Tensor:
+    """In each row as many of the ``valid`` tokens as ``like`` has there, drawn uniformly: a run of them, or any of them."""
+    out = torch.zeros_like(valid)
+    for row, seed in enumerate(seeds):
+        tokens, count = valid[row].nonzero()[:, 0].tolist(), int(like[row].sum())
+        generator = random.Random(seed)
+        start = generator.randint(0, len(tokens) - count)
+        out[row, tokens[start:start + count] if contiguous else generator.sample(tokens, count)] = True
+    return out
 
 
 def role_votes(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from akl_dist.verify.quantity import TooLarge
@@ -17,7 +18,8 @@ MAX_LENGTH = 400
 MAX_DEPTH = 20
 MAX_SYMBOLS = 8
 DIGITS = 60
-EXACT_GAP = 1e-50  # relative, at 60 digits: expressions without a decimal literal
+EXACT_GAP = 1e-50  # relative, at 60 digits: ratios of equations
+MAX_CANCELLATION = 400  # digits that may cancel in the difference of two expressions without a decimal literal
 ACCEPT_GAP, REJECT_GAP = 1e-8, 1e-4  # relative, where a decimal literal is present; between them lies "near"
 
 _HUGE = re.compile(
@@ -75,7 +77,10 @@ def _parse(text: str) -> Any:
         raise NotSymbolic(f"a {type(parsed).__name__}")
     imaginary = sympy.Symbol("i")
     if imaginary in parsed.free_symbols and not parsed.has(sympy.Sum, sympy.Product, sympy.Integral):
-        parsed = parsed.subs(imaginary, sympy.I)
+        try:
+            parsed = parsed.subs(imaginary, sympy.I)
+        except ZeroDivisionError as error:  # an undefined value, as a logarithm to the base 1
+            raise NotSymbolic("an undefined value") from error
     return parsed
 
 
@@ -91,21 +96,54 @@ def gap(a: str, b: str) -> float | None:
     Without variables one point decides. With variables: rational points, positive and negative; a negative point counts only
     where both sides are real (so sqrt(1/n) equals 1/sqrt(n), and sqrt(x^2) does not equal x).
     """
+    left, right, symbols = _parsed_pair(a, b)
+    gaps = [_relative(x, y) for _, x, y in _valued_points(left, right, symbols)]
+    return max(gaps) if len(gaps) >= (3 if symbols else 1) else None
+
+
+def same(a: str, b: str) -> bool | None:
+    """Whether two expressions without a decimal literal agree exactly at the points of :func:`gap`; None as there.
+
+    Their difference is taken before it is evaluated, and evaluated to enough digits to tell it from zero: however large the two
+    are, (x+y)^{200} is not (x+y)^{200}+1.
+    """
+    left, right, symbols = _parsed_pair(a, b)
+    outcomes = [_vanishes(left - right, x, y, point) for point, x, y in _valued_points(left, right, symbols)]
+    return all(outcomes) if len(outcomes) >= (3 if symbols else 1) else None
+
+
+def _parsed_pair(a: str, b: str) -> tuple[Any, Any, list[Any]]:
     left, right = parse(a), parse(b)
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     if len(symbols) > MAX_SYMBOLS:
         raise TooLarge(f"more than {MAX_SYMBOLS} variables")
-    worst, counted = 0.0, 0
+    return left, right, symbols
+
+
+def _valued_points(left: Any, right: Any, symbols: list[Any]) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+    """The points that count, with both values."""
     for point in _points(symbols):
-        values = _value(left, point), _value(right, point)
-        if values[0] is None or values[1] is None:
+        x, y = _value(left, point), _value(right, point)
+        if x is None or y is None:
             continue
-        negative = any(v < 0 for v in point.values())
-        if negative and not (values[0].is_real and values[1].is_real):
+        if any(v < 0 for v in point.values()) and not (x.is_real and y.is_real):
             continue
-        counted += 1
-        worst = max(worst, _relative(values[0], values[1]))
-    return worst if counted >= (3 if symbols else 1) else None
+        yield point, x, y
+
+
+def _vanishes(difference: Any, x: Any, y: Any, point: dict[Any, Any]) -> bool:
+    import sympy
+
+    if x.is_infinite or y.is_infinite:
+        return x == y
+    value = difference.subs(point) if point else difference
+    if value.is_Rational:
+        return value == 0
+    scale = max(abs(x), abs(y))
+    if scale != 0 and abs(float(sympy.log(scale, 10).evalf(15))) > MAX_CANCELLATION - DIGITS:
+        raise TooLarge(f"irrational values beyond 10^{MAX_CANCELLATION - DIGITS}")
+    number = sympy.N(value, 20, maxn=MAX_CANCELLATION)
+    return all(part == 0 or part._prec == 1 for part in number.as_real_imag())  # precision 1: not to be told from zero
 
 
 def proportional(a: tuple[str, str], b: tuple[str, str]) -> bool:
@@ -131,7 +169,7 @@ def _points(symbols: list[Any]) -> list[dict[Any, Any]]:
     if not symbols:
         return [{}]
     points = []
-    for shift, sign in ((0, 1), (5, 1), (11, 1), (17, 1), (3, -1), (13, -1)):
+    for shift, sign in ((0, 1), (5, 1), (11, 1), (17, 1), (200, 1), (3, -1), (13, -1)):  # the fifth: sums of few below 1
         points.append(
             {s: sign * sympy.Rational(37 + 10 * k + shift, 29 + 4 * shift + 6 * k) for k, s in enumerate(symbols)}
         )
@@ -142,10 +180,13 @@ def _value(expression: Any, point: dict[Any, Any]) -> Any | None:
     """The number at a point (possibly infinite), or None where there is none."""
     import sympy
 
-    value = expression.subs(point) if point else expression
-    if value in (sympy.oo, -sympy.oo):
-        return value
-    number = sympy.N(value, DIGITS)
+    try:
+        value = expression.subs(point) if point else expression
+        number = value if value in (sympy.oo, -sympy.oo) else sympy.N(value, DIGITS)
+    except ZeroDivisionError:  # an undefined value, as 0/(1/oo)
+        return None
+    if number in (sympy.oo, -sympy.oo):
+        return number
     if (
         not number.is_number
         or number.has(sympy.nan, sympy.zoo, sympy.oo)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,8 @@ from akl_dist.contract.records import (
     Verdict,
 )
 from akl_dist.verify.grader import GraderPool, Item
-from akl_dist.verify.roles import Votes, position_votes, role_votes, token_roles, verifier_votes, vote_table
+from akl_dist.verify.math import distinct_answers
+from akl_dist.verify.roles import Votes, position_votes, response_seed, role_votes, token_roles, verifier_votes, vote_table
 from akl_dist.verify.segments import THINK
 from akl_dist.verify.token_text import Span, TokenText
 
@@ -73,6 +75,7 @@ class VerifyWorker:
         tokenizer_path: folder with ``tokenizer.json``.
         end_ids: the end tokens of the template, the same set the engines stop at.
         config, roles: their groups of the configuration.
+        seed: the run's, for roles drawn at random.
         num_workers: grader processes of this worker; default ``config.num_workers``.
     """
 
@@ -83,18 +86,16 @@ class VerifyWorker:
         end_ids: Sequence[int],
         config: VerifyConfig,
         roles: RolesConfig,
+        seed: int = 0,
         num_workers: int | None = None,
     ) -> None:
         if roles.entropy_source != "reference":
             raise ValueError(f"roles.entropy_source is {roles.entropy_source!r}, expected 'reference'")
-        self._config, self._roles = config, roles
+        self._config, self._roles, self._seed = config, roles, seed
         self._end_ids = frozenset(end_ids)
         self._token_text = TokenText(tokenizer_path)
         self._graders = GraderPool(
-            num_workers=num_workers or config.num_workers,
-            timeout_s=config.timeout_s,
-            tasks_per_worker=config.tasks_per_worker,
-        )
+            num_workers=num_workers or config.num_workers, tasks_per_worker=config.tasks_per_worker, **grader_options(config))
 
     def close(self) -> None:
         """End the graders."""
@@ -131,7 +132,8 @@ class VerifyWorker:
             record = JudgedArrays(tuple(r.text for r in responses), tuple(v.extracted for v in mine), _flat(position),
                                   _flat(verifier))
             headers = tuple(Verdict(v.status, reason=v.reason[:REASON_CHARACTERS]) for v in mine)
-            judged.append(JudgedGroup(group.prompt.prompt_id, headers, tuple(sum(votes) for votes in verifier), record))
+            judged.append(JudgedGroup(group.prompt.prompt_id, headers, tuple(sum(votes) for votes in verifier), record,
+                                      distinct_answers([v.extracted or "" for v in mine if v.correct])))
         return judged
 
     def _decode(self, group: RolloutGroup, arrays: RolloutArrays) -> list[_Response]:
@@ -178,7 +180,9 @@ class VerifyWorker:
             "entropy_quantile": self._roles.entropy_quantile,
             "entropy_window": self._roles.entropy_window,
         }
-        answer, votes = token_roles(rule=self._roles.rule, **arguments), role_votes(**arguments)
+        seeds = [response_seed(self._seed, one.group.prompt.prompt_id, index) for one in parts
+                 for index in range(len(one.group.response_lengths))]
+        answer, votes = token_roles(rule=self._roles.rule, seeds=seeds, **arguments), role_votes(**arguments)
         labelled, start = [], 0
         for one in parts:
             rows = slice(start, start + len(one.group.response_lengths))
@@ -190,6 +194,18 @@ class VerifyWorker:
                 roles=RoleArrays(answer[rows].numpy()[mask[rows]]),
             ))
         return labelled
+
+
+def grader_options(config: VerifyConfig) -> dict[str, Any]:
+    """What a grader pool of ``verify.kind`` is made with, beside its size: judge, probes and limits."""
+    if config.kind == "math":
+        return {"timeout_s": config.timeout_s}
+    from akl_dist.sandbox.limits import Limits
+    from akl_dist.verify.code import CodeSettings, pool_options
+
+    wall_s = min(Limits().wall_s, config.timeout_s)
+    return pool_options(CodeSettings(limits=replace(Limits(), wall_s=wall_s), total_s=config.timeout_s,
+                                     allow_unsandboxed=config.allow_unsandboxed))
 
 
 def _flat(votes: list[list[bool]]) -> np.ndarray:

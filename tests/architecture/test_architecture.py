@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "akl_dist"
 FILES = sorted(p for p in PACKAGE.rglob("*.py"))
-STAGES = {"rollout", "verify", "reference", "learner", "weight_sync"}
+STAGES = {"rollout", "verify", "reference", "critic", "learner", "weight_sync"}
 HEAVY = {"ray", "vllm", "deepspeed", "transformers", "omegaconf", "hydra", "datasets"}
 
 
@@ -62,7 +62,11 @@ def violations(name: str, source: str) -> list[str]:
         if folder != "rollout" and name != "weight_sync/receiver":
             forbid({"vllm"}, "only engines import vLLM")
         if folder != "learner":
-            forbid({"deepspeed"}, "only learners import DeepSpeed")
+            forbid({"deepspeed"}, "only learners and zero3 import DeepSpeed")
+    if folder == "zero3":
+        out.extend(f"{name} imports akl_dist.{m}: zero3 serves stages" for m in sorted(own & STAGES))
+        if file != "pool":
+            forbid({"ray"}, "pool.py is the only file of zero3 that imports Ray")
     if "omegaconf" in tops and name != "config/compose":
         out.append(f"{name} imports omegaconf: config/compose is its only user")
     if "akl_dist.main" in modules:
@@ -80,6 +84,8 @@ def test_import_table(path: Path):
     ("loop", "import ray"),
     ("learner/step", "import ray"),
     ("verify/worker", "from akl_dist.learner.batch import pack"),
+    ("critic/worker", "from akl_dist.learner.batch import pack"),
+    ("zero3/rank", "from akl_dist.learner.batch import pack"),
     ("config/schema", "from omegaconf import OmegaConf"),
     ("reference/worker", "import vllm"),
 ])

@@ -84,17 +84,17 @@ def test_samples_of_a_dump_carry_the_references_rows(tmp_path: Path):
             finish_reason="stop", policy_version=0, answer_span_tokens=0)
 
     write_rollouts(dump_path(tmp_path, 1), [row("a", 0, 1, 1.0), row("a", 1, 2, None), row("b", 0, 3, 0.0), row("b", 1, 1, 0.0)])
-    scores = tmp_path / "scores.npy"
-    np.save(scores, np.arange(7)[:, None] * np.ones(4))  # row t of the dump's 7 tokens holds t
+    scores = tmp_path / "scores.npz"
+    np.savez(scores, hidden=np.arange(7)[:, None] * np.ones(4))  # row t of the dump's 7 tokens holds t
     samples, lengths = samples_of_dump(dump_path(tmp_path, 1), scores)
     assert list(samples) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [sample.ref_logprobs[:, 0].tolist() for sample in samples.values()] == [[0], [1, 2], [3, 4, 5], [6]]
+    assert [sample.ref_rows["hidden"][:, 0].tolist() for sample in samples.values()] == [[0], [1, 2], [3, 4, 5], [6]]
     assert [sample.trains for sample in samples.values()] == [True, False, True, True]
     assert [one.prompt_tokens for one in lengths] == [2, 2]
     assert [one.response_tokens for one in lengths] == [(1, 2), (3, 1)]
     assert [one.answer_tokens for one in lengths] == [(0, 1), (2, 0)]
-    np.save(scores, np.zeros((0, 0)))
-    assert all(sample.ref_logprobs is None for sample in samples_of_dump(dump_path(tmp_path, 1), scores)[0].values())
+    np.savez(scores)
+    assert all(sample.ref_rows == {} for sample in samples_of_dump(dump_path(tmp_path, 1), scores)[0].values())
 
 
 def traffic(sent: dict[str, int], received: dict[str, int]) -> driver.Traffic:

@@ -66,13 +66,26 @@ def test_colocated_gpus_are_shared_in_thirds() -> None:
         assert [actor.num_gpus for actor in plan.on(index) if actor.role in DEVICE_ROLES] == [0.3333] * 3
         assert [actor.num_cpus for actor in plan.on(index)] == [1.6] * 5
     assert lacks(plan, [{"CPU": 128, "GPU": 8}]) == []
-    assert lacks(plan, [{"CPU": 128}]) == [f"{role}: needs 8 GPUs, the cluster has 0" for role in DEVICE_ROLES]
+    assert lacks(plan, [{"CPU": 128}]) == [f"{role}: needs 8 GPUs, the cluster has 0" for role in DEVICE_ROLES if plan.of(role)]
+
+
+def test_a_critic_shares_the_learners_bundles_and_raises_no_demand() -> None:
+    plan = planned("+exp=tiny", "objective.advantage=gae")
+    assert plan.demand == planned("+exp=tiny").demand == {"CPU": 2.0, "GPU": 0.0}
+    assert [(actor.bundle, actor.num_threads) for actor in plan.of("critic")] == [(0, 1), (1, 1)]
+    assert plan.phase_threads()["critic"] == 2
+    assert_shares_fit(plan)
+    assert planned("+exp=tiny").of("critic") == () and "critic" not in planned("+exp=tiny").phase_threads()
+    apart = planned("+exp=tiny", "objective.advantage=gae", "cluster.layout=separate")
+    assert_shares_fit(apart)
+    homes = {role: {actor.bundle for actor in apart.of(role)} for role in ("critic", "learner")}
+    assert len(homes["critic"]) == 2 and not homes["critic"] & homes["learner"]
 
 
 def test_separate_72b() -> None:
     """12 engines x 4 + 2 reference servers x 8 + 64 ranks = 128 GPUs = 16 nodes x 8."""
     plan = planned("+exp=akl_72b")
-    gpus = {role: sum(actor.num_gpus for actor in plan.of(role)) for role in DEVICE_ROLES}
+    gpus = {role: sum(actor.num_gpus for actor in plan.of(role)) for role in DEVICE_ROLES if plan.of(role)}
     assert gpus == {"rollout": 48, "reference": 16, "learner": 64}
     assert plan.demand == {"CPU": 1024.0, "GPU": 128.0}
     assert [bundle.num_gpus for bundle in plan.bundles] == [8] * 2 + [4] * 12 + [1] * 64

@@ -153,7 +153,7 @@ def test_sweep_grammar_is_hydras(argument: str, values: list[int]) -> None:
 
 def test_sweep_over_groups_globs_and_experiments() -> None:
     jobs = sweep(check_command_line(["-m", "objective/kl=glob(*forward*)"]), stamp="T")
-    assert [compose(job).objective.kl.budget_matched for job in jobs] == [False, True]
+    assert [compose(job).objective.kl.strength for job in jobs] == ["equal", "matched"]
     jobs = sweep(check_command_line(["-m", "+exp=tiny,tiny_uniform_reverse"]), stamp="T")
     assert [compose(job).experiment for job in jobs] == ["tiny", "tiny_uniform_reverse"]
 

@@ -27,7 +27,10 @@ KEYS = Path(__file__).with_name("config_keys.txt")
 EXPERIMENTS = group_choices()["exp"]
 # What a choice needs beside it: a model with a longer context than the embedded one, a data set for the generic recipe.
 LONG = "model.path=Qwen/Qwen2.5-0.5B-Instruct"
-BESIDE = {"data=generic": [LONG, "data.name=an/example"], "data=gsm8k": [LONG], "data=math": [LONG], "data=gsm8k_math": [LONG]}
+BESIDE = {"data=generic": [LONG, "data.name=an/example"], "data=verl": [LONG, "data.name=an/example"],
+          **{f"data={name}": [LONG] for name in ("gsm8k", "math", "gsm8k_math", "math500", "aime24", "aime25", "dapo_math",
+                                                 "deepscaler")},
+          **{f"data={name}": [LONG, "verify.kind=code"] for name in ("mbpp", "mbpp_sanitized", "humaneval")}}
 
 
 def test_defaults_are_the_schemas() -> None:
@@ -82,11 +85,24 @@ def test_every_yaml_file_is_reached() -> None:
 def test_kl_groups_mean_what_they_say(name: str, directions: tuple[str, str]) -> None:
     kl = compose([f"objective/kl={name}"]).objective.kl
     assert (kl.direction_reasoning, kl.direction_answer) == directions
-    weaker = kl.budget_matched or name in ("akl", "akl_swapped")
-    assert (kl.beta_reasoning, kl.beta_answer) == ((1e-3 if weaker else 4e-2), 4e-2)
-    assert kl.budget_matched is name.endswith("_matched") and kl.placement == "loss"
+    assert (kl.beta_reasoning, kl.beta_answer, kl.placement) == (1e-3, 4e-2, "loss")
+    own = "roles" if name in ("akl", "akl_swapped") else "equal"
+    assert kl.strength == ("matched" if name.endswith("_matched") else own)
     assert kl.state_weight == ("none" if name == "uniform_k3" else "token")
     assert kl.estimator == ("sampled" if name.startswith("uniform_reverse") or name == "uniform_k3" else "topk")
+
+
+def test_the_strength_of_an_arm_survives_an_experiment_with_betas_of_its_own() -> None:
+    kl = compose(["+exp=tiny", "objective/kl=akl_equal_strength"]).objective.kl
+    assert (kl.strength, kl.beta_reasoning, kl.beta_answer) == ("equal", 0.1, 1.0)
+
+
+@pytest.mark.parametrize("name", group_choices()["objective/kl"])
+def test_kl_groups_are_ablations_of_the_large_recipes(name: str) -> None:
+    """The experiment leaves the strengths to the group, so that the choice on the command line is the whole arm."""
+    alone, with_recipe = compose([f"objective/kl={name}"]), compose(["+exp=akl_7b", f"objective/kl={name}"])
+    assert with_recipe.objective.kl == alone.objective.kl
+    validate(with_recipe)
 
 
 def test_every_kl_group_sets_the_same_keys() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -47,12 +46,3 @@ def write_jsonl(tmp_path: Path):
         return str(path)
 
     return write
-
-
-@pytest.fixture
-def published() -> Path:
-    """Folder with the published data files, where a checkout has one."""
-    for folder in (os.environ.get("AKL_SHARED"), *(p / "shared" for p in Path(__file__).resolve().parents[2:4])):
-        if folder and (Path(folder) / "data" / "gsm8k_train.jsonl").is_file():
-            return Path(folder) / "data"
-    pytest.skip("no published data files: set AKL_SHARED to a folder that holds data/gsm8k_train.jsonl")

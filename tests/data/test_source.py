@@ -10,7 +10,8 @@ import pytest
 from akl_dist.config.schema import ColumnsConfig, DataConfig
 from akl_dist.contract.errors import CheckpointError, DataError
 from akl_dist.contract.records import Prompt
-from akl_dist.data.source import PromptSource, load, normalised
+from akl_dist.data.contamination import normalised
+from akl_dist.data.source import PromptSource, load
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -149,9 +150,9 @@ def test_load_by_hand(write_jsonl, tokenizer_path):
     assert ids(loaded.evaluation) == ["generic/z", "generic/w"]
     report = loaded.report.as_dict()
     assert report["overlap"] == ["generic/z"]  # "A  B." is "a b" in other dress
-    assert report["train"] == {"rows": 2, "used": 2, "excluded": [], "overlong": [], "unselected": 0}
+    assert report["train"] == {"rows": 2, "used": 2, "excluded": [], "overlong": [], "unselected": 0, "contaminated": []}
     assert report["instruction"].startswith("custom-")
-    assert "1 evaluation prompts also stand in the training set: generic/z" in str(loaded.report)
+    assert "1 evaluation problems also stand in the training set: generic/z" in str(loaded.report)
 
 
 def test_overlong_drop_and_error(write_jsonl, tokenizer_path):

@@ -17,14 +17,17 @@ import numpy as np
 import torch
 
 from akl_dist.config.schema import KLConfig, LearnerConfig, ObjectiveConfig
-from akl_dist.learner.batch import GroupLengths, Sample, plan_updates
+from akl_dist.learner.batch import Sample
+from akl_dist.objective import topk_reference
+from akl_dist.zero3.planning import GroupLengths, plan_updates
 
-VOCAB, DEADLINE_S = 24, 150.0
+VOCAB, HIDDEN, DEADLINE_S = 24, 32, 150.0
 LEARNER = LearnerConfig(lr=1e-2, warmup_steps=2, max_tokens_per_micro_batch=64, logprob_chunk_tokens=7, max_grad_norm=1.0)
 OBJECTIVE = ObjectiveConfig(
     entropy_coef=0.01,
     kl=KLConfig(beta_reasoning=0.3, beta_answer=0.7, estimator="full"),
 )
+TOPK = dataclasses.replace(OBJECTIVE, kl=dataclasses.replace(OBJECTIVE.kl, estimator="topk"))
 TEMPERATURE = 0.8
 
 
@@ -33,7 +36,7 @@ def build_model(folder: Path, *, tied: bool = False) -> Path:
 
     torch.manual_seed(3)
     config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=tied, initializer_range=0.3,
     )
     Qwen2ForCausalLM(config).float().save_pretrained(folder)
@@ -41,7 +44,19 @@ def build_model(folder: Path, *, tied: bool = False) -> Path:
     return folder
 
 
-def make_samples(seed: int = 0, *, groups: int = 6, group_size: int = 3) -> dict[tuple[int, int], Sample]:
+def reference_rows(estimator: str, rng, ref_logp: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+    """Random arrays of the reference; those of ``topk`` agree with ref_logp, which is replaced in place."""
+    if estimator == "full":
+        return {"hidden": rng.normal(size=(len(targets), HIDDEN)).astype(np.float32)}
+    logprobs = torch.from_numpy(np.log(rng.dirichlet(np.ones(VOCAB), len(targets))).astype(np.float32))
+    kept = topk_reference(logprobs, torch.from_numpy(targets.astype(np.int64)), k=5, temperature=1.0)
+    ref_logp[:] = kept.target_logp.numpy()
+    return {"topk_ids": kept.ids.numpy(), "topk_logp": kept.logp.numpy(), "topk_rest": kept.rest_logp.numpy()}
+
+
+def make_samples(
+    seed: int = 0, *, groups: int = 6, group_size: int = 3, estimator: str = "full"
+) -> dict[tuple[int, int], Sample]:
     """Random samples; the last response of group 0 does not train and holds NaN everywhere a float can."""
     rng = np.random.default_rng(seed)
     samples = {}
@@ -49,11 +64,12 @@ def make_samples(seed: int = 0, *, groups: int = 6, group_size: int = 3) -> dict
         prompt = rng.integers(0, VOCAB, int(rng.integers(2, 7)))
         for s in range(group_size):
             n = int(rng.integers(1, 20))
-            full = np.log(rng.dirichlet(np.ones(VOCAB), n)).astype(np.float32)
+            targets = rng.integers(0, VOCAB, n).astype(np.int32)
             trains = (g, s) != (0, group_size - 1)
             floats = [(-rng.random(n) * 3).astype(np.float32) if trains else np.full(n, np.nan, np.float32) for _ in range(2)]
+            rows = reference_rows(estimator, rng, floats[1], targets)
             samples[g, s] = Sample(
-                prompt, rng.integers(0, VOCAB, n).astype(np.int32), floats[0], floats[1], full, rng.random(n) < 0.4,
+                prompt, targets, floats[0], floats[1], rows, rng.random(n) < 0.4,
                 float(rng.normal()) if trains else float("nan"), trains)
     return samples
 
@@ -73,7 +89,8 @@ def plans_for(samples, *, rank: int, world_size: int, max_tokens: int = 64, upda
 
 
 def make_worker(folder: Path, rank: int, world_size: int, port: int, *, model: str = "model", gradient_checkpointing=False):
-    from akl_dist.learner.worker import LearnerWorker, listen
+    from akl_dist.learner.worker import LearnerWorker
+    from akl_dist.zero3.rank import listen
 
     store = None
     if rank == 0:
@@ -123,11 +140,19 @@ def scenario_gradients(worker, folder: Path) -> dict:
     }
 
 
+def topk_gradients(worker, **plan) -> dict[str, torch.Tensor]:
+    before, worker.objective = worker.objective, TOPK
+    gradients = gradients_of(worker, make_samples(estimator="topk"), **plan)
+    worker.objective = before
+    return gradients
+
+
 def scenario_training(worker, folder: Path) -> dict:
     """Sharding, probe, failure, fully masked update, six steps with a save after three, export."""
     from akl_dist.contract.errors import NonFiniteLoss
 
     out: dict = {"gradients": scenario_gradients(worker, folder)}
+    out["topk"] = topk_gradients(worker, max_tokens=26)
     out["numel"] = {name: p.numel() for name, p in worker.model.named_parameters()}
     out["shard"] = {name: p.ds_tensor.numel() for name, p in worker.model.named_parameters()}
     out["probe"] = worker.probe_logprobs([list(range(9)), [3], list(range(5, 24))])
@@ -159,6 +184,7 @@ def scenario_training(worker, folder: Path) -> dict:
     worker.save(folder / "checkpoint")
     train(worker, range(3, 6))
     out["after_six"] = worker.parameters_checksum()
+    out["frozen_head"], out["manifest"] = worker._frozen_head, [info.name for info in worker.manifest()]
     worker.export(folder / "export")
     out["probe_six"] = worker.probe_logprobs([list(range(9))])
     out["steps"] = worker.optimizer_steps
@@ -197,9 +223,10 @@ def scenario_resume(worker, folder: Path) -> dict:
 
 
 def scenario_tied(worker, folder: Path) -> dict:
-    from akl_dist.learner.gathering import buckets
+    from akl_dist.zero3.gathering import buckets
 
     out = {"gradients": gradients_of(worker, make_samples(), max_tokens=4096), "manifest": worker.manifest()}
+    out["topk"] = topk_gradients(worker, max_tokens=4096)
     train(worker, range(1))
     worker.export(folder / "export_tied")
     bucket = worker.gather_bucket([info.name for info in worker.manifest()])
@@ -212,13 +239,13 @@ def scenario_tied(worker, folder: Path) -> dict:
 # --- launching ------------------------------------------------------------------------------------------------------
 
 
-def start(scenario: str, world_size: int, folder: Path, shared: Path) -> list[subprocess.Popen]:
+def start(scenario: str, world_size: int, folder: Path, shared: Path, program: str = __file__) -> list[subprocess.Popen]:
     """All ranks of one scenario; ``folder`` takes ports and results, ``shared`` holds models and checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     root = Path(__file__).resolve().parents[2]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "DS_ACCELERATOR": "cpu"}
     return [subprocess.Popen(
-        [sys.executable, __file__, scenario, str(rank), str(world_size), str(folder), str(shared)], env=env,
+        [sys.executable, program, scenario, str(rank), str(world_size), str(folder), str(shared)], env=env,
         stdout=(folder / f"rank_{rank}.log").open("w"), stderr=subprocess.STDOUT) for rank in range(world_size)]
 
 

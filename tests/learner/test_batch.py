@@ -9,7 +9,8 @@ import torch
 
 from akl_dist.contract.errors import UserError
 from akl_dist.contract.packing import deal, first_fit_decreasing, pack_row
-from akl_dist.learner.batch import GroupLengths, Sample, pack, plan_updates
+from akl_dist.learner.batch import Sample, pack
+from akl_dist.zero3.planning import GroupLengths, plan_updates
 
 
 def group(*responses, prompt=3, trains=None, answer=1):
@@ -91,16 +92,38 @@ def test_nothing_to_train_is_a_plan_of_zero_micro_batches():
 def test_grid_and_masks():
     def sample(n, trains):
         floats = np.arange(n, dtype=np.float32)
-        return Sample(np.array([1]), np.arange(n), floats, floats, None, floats > 0, 2.0, trains)
+        return Sample(np.array([1]), np.arange(n), floats, floats, {}, floats > 0, 2.0, trains)
 
     batch = pack([(0, 0), (0, 1)], [sample(1, True), sample(3, False)])
     assert batch.grid(batch.rollout_logp).tolist() == [[0.0, 0.0, 0.0], [0.0, 1.0, 2.0]]
     assert batch.grid(batch.mask, False).tolist() == [[True, False, False], [False, False, False]]
 
 
+def with_rows(n, **rows):
+    floats = np.arange(n, dtype=np.float32)
+    return Sample(np.array([1]), np.arange(n), floats, -floats, rows, floats > 0, 2.0, True)
+
+
+def test_the_references_arrays_reach_the_micro_batch():
+    bits = np.array([[0x3F80, 0xC000]], np.uint16)  # 1 and -2 in bfloat16
+    batch = pack([(0, 0), (0, 1)], [with_rows(1, hidden=bits), with_rows(2, hidden=bits.repeat(2, 0))])
+    assert batch.ref_hidden is not None and batch.ref_hidden.dtype == torch.bfloat16 and batch.ref_topk is None
+    assert batch.ref_hidden.tolist() == [[1.0, -2.0]] * 3
+    rows = {"topk_ids": np.array([[7, 8]], np.int32), "topk_logp": np.array([[-1, -2]], np.float32),
+            "topk_rest": np.array([-3], np.float32)}
+    batch = pack([(0, 0), (0, 1)], [with_rows(1, **rows), with_rows(2, **{k: v.repeat(2, 0) for k, v in rows.items()})])
+    assert batch.ref_topk is not None and batch.ref_hidden is None
+    assert batch.ref_topk.ids.tolist() == [[7, 8]] * 3 and batch.ref_topk.rest_logp.tolist() == [-3.0] * 3
+    assert batch.ref_topk.target_logp.tolist() == batch.ref_logp.tolist() == [0.0, 0.0, -1.0]
+
+
 def test_misaligned_arrays_are_refused():
     with pytest.raises(ValueError, match="rollout_logp"):
-        Sample(np.array([1]), np.arange(3), np.zeros(2), np.zeros(3), None, np.zeros(3, bool), 0.0, True)
+        Sample(np.array([1]), np.arange(3), np.zeros(2), np.zeros(3), {}, np.zeros(3, bool), 0.0, True)
+    with pytest.raises(ValueError, match="hidden has 1 rows, expected 3"):
+        with_rows(3, hidden=np.zeros((1, 2)))
+    with pytest.raises(ValueError, match="different arrays"):
+        pack([(0, 0), (0, 1)], [with_rows(1, hidden=np.zeros((1, 2))), with_rows(1)])
 
 
 # --- isolation of packed sequences ------------------------------------------------------------------------------------

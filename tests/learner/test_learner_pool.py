@@ -41,7 +41,8 @@ def training_groups(samples, *, policy_version=0) -> list[TrainingGroup]:
             store(RolloutArrays(join([m.response_ids for m in members]), join([m.rollout_logp for m in members]))))
         zeros = (0.0,) * len(members)
         reference = ReferenceGroup(f"test/{g}", zeros, zeros, store(ReferenceArrays(
-            join([m.ref_logp for m in members]), join([m.ref_logp for m in members]), join([m.ref_logprobs for m in members]))))
+            join([m.ref_logp for m in members]), join([m.ref_logp for m in members]),
+            hidden=join([m.ref_rows["hidden"] for m in members]))))
         judged = JudgedGroup(f"test/{g}", (Verdict(Status.OK),) * len(members), (0,) * len(members), None)
         labelled = LabelledGroup(rollout, judged, reference, tuple(int(m.answer_mask.sum()) for m in members), (0,) * 8,
                                  store(RoleArrays(join([m.answer_mask for m in members]))))

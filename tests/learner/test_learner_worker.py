@@ -36,21 +36,38 @@ def plain_gradients(folder, samples) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
+    frozen = model.get_output_embeddings().weight.detach().clone()
     kl, count = world.OBJECTIVE.kl, sum(len(s.response_ids) for s in samples.values() if s.trains)
     for sample in samples.values():
         if not sample.trains:
             continue
         ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64))
         logits = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / world.TEMPERATURE
-        logprobs, ref = logits.log_softmax(-1), torch.from_numpy(sample.ref_logprobs)
-        logp = logprobs.gather(-1, torch.from_numpy(sample.response_ids.astype(np.int64))[:, None])[:, 0]
-        forward = (ref.exp() * (ref - logprobs)).sum(-1)
-        reverse = (logprobs.exp() * (logprobs - ref)).sum(-1)
+        logprobs, targets = logits.log_softmax(-1), torch.from_numpy(sample.response_ids.astype(np.int64))
+        logp = logprobs.gather(-1, targets[:, None])[:, 0]
+        if "hidden" in sample.ref_rows:
+            ref = (torch.from_numpy(sample.ref_rows["hidden"]) @ frozen.T / world.TEMPERATURE).log_softmax(-1)
+            forward = (ref.exp() * (ref - logprobs)).sum(-1)
+            reverse = (logprobs.exp() * (logprobs - ref)).sum(-1)
+        else:
+            pairs = [divergences_by_hand(row, int(targets[t]), sample, t) for t, row in enumerate(logprobs)]
+            forward, reverse = (torch.stack(values) for values in zip(*pairs, strict=True))
         penalty = torch.where(torch.from_numpy(sample.answer_mask), kl.beta_answer * reverse, kl.beta_reasoning * forward)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         loss = (-sample.advantage * logp + penalty - world.OBJECTIVE.entropy_coef * entropy).sum() / count
         loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+def divergences_by_hand(logprobs, target: int, sample, t: int):
+    """Both divergences at one state with the masses of the buckets added up one token at a time."""
+    rows = sample.ref_rows
+    kept = zip(rows["topk_ids"][t].tolist(), rows["topk_logp"][t], strict=True)
+    masses = {i: (logprobs[i].exp(), float(np.exp(logp))) for i, logp in kept}
+    masses[target] = (logprobs[target].exp(), float(np.exp(sample.ref_logp[t])))
+    others = [logprobs[i].exp() for i in range(world.VOCAB) if i not in masses]
+    masses[-1] = (torch.stack(others).sum(), float(np.exp(rows["topk_rest"][t])))
+    return sum(q * (np.log(q) - p.log()) for p, q in masses.values()), sum(p * (p.log() - np.log(q)) for p, q in masses.values())
 
 
 def largest_gap(a, b) -> float:
@@ -64,6 +81,15 @@ def test_gradient_equals_plain_torch_for_one_and_two_ranks(runs):
     assert largest_gap(runs["gradients"][0]["one_cut"], expected) < TOLERANCE
     for rank in runs["training"]:
         assert largest_gap(rank["gradients"]["one_cut"], expected) < TOLERANCE
+
+
+def test_topk_gradient_equals_plain_torch_on_two_ranks_and_with_a_tied_head(runs):
+    for folder, results in (("model", runs["training"]), ("tied", runs["tied"])):
+        expected = plain_gradients(runs["folder"] / folder, world.make_samples(estimator="topk"))
+        for rank in results:
+            assert largest_gap(rank["topk"], expected) < TOLERANCE
+    full = runs["training"][0]["gradients"]["one_cut"]
+    assert largest_gap(runs["training"][0]["topk"], full) > 1000 * TOLERANCE  # the control: another reference
 
 
 @pytest.mark.parametrize("cut", ["many_cuts", "reordered", "again"])
@@ -87,6 +113,16 @@ def test_parameters_are_sharded(runs):
     for rank in runs["training"]:
         assert set(rank["numel"].values()) == {0}
         assert rank["shard"] == {name: numel // 2 for name, numel in whole.items()}
+
+
+def test_the_references_head_stays_as_it_was_and_out_of_the_model(runs):
+    before = plain_parameters(runs["folder"] / "model")
+    for rank in runs["training"]:  # after nine optimizer steps
+        weight, bias = rank["frozen_head"]
+        assert torch.equal(weight, before["lm_head.weight"]) and bias is None and not weight.requires_grad
+        assert rank["manifest"] == list(before)
+    after = plain_parameters(runs["folder"] / "training" / "export")
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
 def test_a_bucket_is_whole_on_rank_0_and_nowhere_else(runs):

@@ -8,32 +8,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from step_batches import NO_KL, VOCAB, run, sample
 
 from akl_dist.config.schema import KLConfig, ObjectiveConfig
-from akl_dist.learner.batch import Sample, Totals, pack
-from akl_dist.learner.step import MAXIMA, SUMS, learning_rate, metrics_from_sums, micro_batch_loss
+from akl_dist.learner.batch import pack
+from akl_dist.learner.step import micro_batch_loss
+from akl_dist.learner.step_metrics import MAXIMA, SUMS, metrics_from_sums
 from akl_dist.objective import token_statistics
-
-VOCAB = 3
-NO_KL = ObjectiveConfig(kl=KLConfig(beta_reasoning=0.0, beta_answer=0.0))
-
-
-def sample(n=2, *, advantage=1.0, trains=True, rollout=-1.0, ref=-1.0, answer=None, full=None):
-    return Sample(np.array([0]), np.arange(n) % VOCAB, np.full(n, rollout, np.float32), np.full(n, ref, np.float32), full,
-                  np.zeros(n, bool) if answer is None else np.array(answer), advantage, trains)
-
-
-def run(samples, *, objective=NO_KL, totals=None, old=None, logits=None):
-    batch = pack([(0, i) for i in range(len(samples))], samples)
-    logits = torch.zeros(len(batch.targets), VOCAB) if logits is None else logits
-    logits = logits.clone().requires_grad_(True)
-    statistics = token_statistics(logits, batch.targets, temperature=1.0, ref_logprobs=batch.ref_logprobs, with_gradient_norms=True)
-    if totals is None:
-        totals = Totals(int(batch.mask.sum()), sum(s.trains for s in samples), int((batch.mask & batch.answer_mask).sum()))
-    result = micro_batch_loss(batch, statistics, objective=objective, totals=totals, old_logp=old)
-    result.loss.backward()
-    return float(result.loss.detach()), logits.grad, dict(zip(SUMS, result.sums.tolist(), strict=True)), \
-        dict(zip(MAXIMA, result.maxima.tolist(), strict=True))
+from akl_dist.zero3.planning import Totals
+from akl_dist.zero3.rank import learning_rate
 
 
 def test_on_policy_loss_by_hand():
@@ -75,7 +58,7 @@ def test_mismatch_is_of_the_old_policy_and_ess_of_the_current_one():
 
 def test_sampled_kl_by_hand_and_by_role():
     # pi = 1/3, mu = 1/3 (weight 1), ref = 1/6: log(pi/ref) = log 2. k3 = 1/2 - 1 + log 2; k2 = (log 2)^2 / 2.
-    objective = ObjectiveConfig(kl=KLConfig(beta_reasoning=2.0, beta_answer=3.0))
+    objective = ObjectiveConfig(kl=KLConfig(beta_reasoning=2.0, beta_answer=3.0, estimator="sampled"))
     one = sample(2, advantage=0.0, rollout=math.log(1 / 3), ref=math.log(1 / 6), answer=[False, True])
     loss, _, sums, _ = run([one], objective=objective)
     k3, k2 = math.log(2) - 0.5, math.log(2) ** 2 / 2
@@ -85,7 +68,7 @@ def test_sampled_kl_by_hand_and_by_role():
 
 
 def test_role_denominator_divides_each_role_by_its_own_count():
-    kl = KLConfig(beta_reasoning=2.0, beta_answer=3.0, kl_denominator="role")
+    kl = KLConfig(beta_reasoning=2.0, beta_answer=3.0, estimator="sampled", kl_denominator="role")
     one = sample(3, advantage=0.0, rollout=math.log(1 / 3), ref=math.log(1 / 6), answer=[False, False, True])
     _, _, sums, _ = run([one], objective=ObjectiveConfig(kl=kl))
     assert sums["kl_loss_reasoning"] == pytest.approx(2 * (math.log(2) - 0.5), rel=1e-5)
@@ -123,7 +106,7 @@ def test_aggregations(aggregation, expected):
 def test_micro_batches_add_up_to_the_whole():
     torch.manual_seed(0)
     samples = [sample(n, advantage=a, ref=-0.7, answer=[i % 2 == 0 for i in range(n)]) for n, a in ((3, 1.0), (2, -1.0), (4, 0.5))]
-    objective, totals, logits = ObjectiveConfig(kl=KLConfig(0.3, 0.6)), Totals(9, 3, 5), torch.randn(9, VOCAB)
+    objective, totals, logits = ObjectiveConfig(kl=KLConfig(0.3, 0.6, estimator="sampled")), Totals(9, 3, 5), torch.randn(9, VOCAB)
     whole, gradient, sums, maxima = run(samples, objective=objective, totals=totals, logits=logits)
     parts = [run(samples[:1], objective=objective, totals=totals, logits=logits[:3]),
              run(samples[1:], objective=objective, totals=totals, logits=logits[3:])]
@@ -136,7 +119,7 @@ def test_micro_batches_add_up_to_the_whole():
 
 def test_a_masked_sample_counts_nowhere_even_when_it_holds_nan():
     nan = sample(2, advantage=float("nan"), trains=False, rollout=float("nan"), ref=float("nan"))
-    objective = ObjectiveConfig(kl=KLConfig(0.3, 0.6))
+    objective = ObjectiveConfig(kl=KLConfig(0.3, 0.6, estimator="sampled"))
     loss, gradient, sums, maxima = run([sample(2), nan], objective=objective)
     alone = run([sample(2)], objective=objective)
     assert loss == pytest.approx(alone[0]) and not gradient[2:].any()
@@ -154,17 +137,18 @@ def test_a_dummy_gives_zero_connected_to_the_graph():
 
 def test_metrics_are_absent_where_undefined():
     _, _, sums, maxima = run([sample(2, advantage=0.0, rollout=math.log(1 / 3), ref=math.log(1 / 3))])
-    metrics = metrics_from_sums(sums, maxima, updates=1, full=False)
+    metrics = metrics_from_sums(sums, maxima, updates=1, exact=False)
     assert not [name for name in metrics if "activity" in name or "cosine" in name]  # no policy gradient, pi = ref
     assert metrics["objective/ess"] == pytest.approx(1.0) and all(math.isfinite(value) for value in metrics.values())
-    assert metrics_from_sums(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0), updates=0, full=False) == {}
+    assert metrics_from_sums(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0), updates=0, exact=False) == {}
 
 
 def test_activity_by_hand():
     # One reasoning token: c_policy = -A = -1, c_kl = beta * d k3/d logp = 2 * (1 - ref/pi) = 2 * 1/2: activity 1.
     one = sample(1, advantage=1.0, rollout=math.log(1 / 3), ref=math.log(1 / 6))
-    _, _, sums, maxima = run([one], objective=ObjectiveConfig(kl=KLConfig(beta_reasoning=2.0, beta_answer=9.0)))
-    metrics = metrics_from_sums(sums, maxima, updates=1, full=False)
+    kl = KLConfig(beta_reasoning=2.0, beta_answer=9.0, estimator="sampled")
+    _, _, sums, maxima = run([one], objective=ObjectiveConfig(kl=kl))
+    metrics = metrics_from_sums(sums, maxima, updates=1, exact=False)
     assert metrics["objective/kl_activity_reasoning"] == pytest.approx(1.0, rel=1e-5)
     assert "objective/kl_activity_answer" not in metrics
 
@@ -173,12 +157,12 @@ def test_ess_by_hand():
     # Weights 1 and 1/2: (1.5)^2 / (2 * 1.25) = 0.9.
     samples = [sample(1, rollout=math.log(1 / 3)), sample(1, rollout=math.log(2 / 3))]
     _, _, sums, maxima = run(samples)
-    assert metrics_from_sums(sums, maxima, updates=1, full=False)["objective/ess"] == pytest.approx(0.9, rel=1e-5)
+    assert metrics_from_sums(sums, maxima, updates=1, exact=False)["objective/ess"] == pytest.approx(0.9, rel=1e-5)
 
 
 def test_unknown_names_are_refused():
-    for field, match in (({"anchor": "new"}, "anchor"), ({"kl": KLConfig(placement="reward")}, "placement"),
-                         ({"kl": KLConfig(kl_denominator="both")}, "kl_denominator")):
+    for field, match in (({"anchor": "new"}, "anchor"), ({"kl": KLConfig(placement="both")}, "placement"),
+                         ({"kl": KLConfig(estimator="sampled", kl_denominator="both")}, "kl_denominator")):
         with pytest.raises(ValueError, match=match):
             run([sample(1)], objective=dataclasses.replace(NO_KL, **field))
 

@@ -44,7 +44,7 @@ def saver(root, *, fails: OSError | None = None) -> Assembly:
 
     assembly = Assembly.__new__(Assembly)  # its constructor starts actors
     assembly._config, assembly._directory = Config(), SimpleNamespace(root=root)
-    assembly._learner = SimpleNamespace(save=save)
+    assembly._learner, assembly._critic = SimpleNamespace(save=save), None
     assembly.prompts = PromptSource(PROMPTS, seed=0)
     return assembly
 
@@ -58,6 +58,16 @@ def test_needed_bytes(tmp_path):
     assert needed_bytes(Config(model=ModelConfig(path="org/unknown-model")), tmp_path) == 0
     saver(tmp_path).save(Progress(step=1))
     assert needed_bytes(tiny, tmp_path) == checkpoint.newest_size(tmp_path), "what the last one took is known exactly"
+
+
+def test_progress_survives_a_checkpoint(tmp_path):
+    """The adaptive KL coefficient too, to the last bit."""
+    progress = Progress(step=3, policy_version=4, optimizer_steps=6, kl_coefficient=1.1 * 0.97)
+    saver(tmp_path).save(progress)
+    found = checkpoint.find(tmp_path, "auto", num_ranks=Config().learner.num_ranks)
+    assembly = saver(tmp_path)
+    assembly._resumed, assembly._learner = found.checkpoint, SimpleNamespace(load=lambda folder: None)
+    assert assembly.restore() == progress
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path, monkeypatch):

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from akl_dist.config.schema import CheckpointConfig, Config, EvaluateConfig, RolloutConfig
+from akl_dist.config.schema import CheckpointConfig, Config, EvaluateConfig, KLConfig, ObjectiveConfig, RolloutConfig
 from akl_dist.contract.records import (
+    Appraisal,
     JudgedGroup,
     LabelledGroup,
     Prompt,
@@ -33,6 +34,8 @@ class World:
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.stop_after: int | None = None
         self.buckets = 1
+        self.coefficients: list[float] = []
+        self.measured: dict[str, float] = {}
 
     def take(self, n):
         self.position += n
@@ -51,7 +54,7 @@ class World:
         self.calls.append("submit")
         return groups
 
-    def collect(self, ticket):
+    def collect(self, ticket, earlier=()):
         self.calls.append("collect")
         verdicts = {g.prompt.prompt_id: tuple(Verdict(Status.OK if i % 2 else Status.WRONG) for i in range(len(g.response_lengths)))
                     for g in ticket}
@@ -67,10 +70,11 @@ class World:
         return [LabelledGroup(*parts, (1,) * len(parts[0].response_lengths), (1,) * 8, None)
                 for parts in zip(groups, judged, reference, strict=True)]
 
-    def update(self, groups, *, step):
+    def update(self, groups, *, step, kl_coefficient):
         self.calls.append("update")
+        self.coefficients.append(kl_coefficient)
         assert all(g.labelled.rollout.policy_version == self.version for g in groups), "on-policy"
-        return Update(1, 0, {"learner/loss": 0.5})
+        return Update(1, 0, {"learner/loss": 0.5} | self.measured)
 
     def sync(self, policy_version, probe):
         self.calls.append("sync")
@@ -102,6 +106,23 @@ def test_one_step_in_order_and_graders_overlap_the_reference():
     assert world.calls == ["sample", "sync", "sample", "submit", "score", "collect", "label", "update", "sync"]
     assert (done.step, done.policy_version, done.optimizer_steps) == (1, 1, 1)
     assert world.seeds[1] == ("train", 7, 1), "samples depend on the run seed and the step alone"
+
+
+def test_a_critic_comes_before_the_learner_and_its_groups_are_trained_on():
+    world = World()
+
+    class Critic:
+        def appraise(self, groups, *, step):
+            world.calls.append("appraise")
+            assert [g.advantages for g in groups] == [(0.0, 1.0)] * 4, "rewards, not advantages of a group"
+            return Appraisal([dataclasses.replace(g, advantages=(-9.0, 9.0)) for g in groups], {"critic/value_loss": 0.25})
+
+    run = world.run(config(steps=1, objective=ObjectiveConfig(advantage="gae")))
+    stages = dataclasses.replace(run.stages, critic=Critic())  # type: ignore[arg-type]
+    train(dataclasses.replace(run, stages=stages), Progress())
+    assert world.calls[-4:] == ["label", "appraise", "update", "sync"]
+    ((_, metrics),) = world.steps
+    assert metrics["critic/value_loss"] == 0.25 and metrics["time/critic_s"] >= 0 and metrics["objective/advantage_max_abs"] == 9
 
 
 def test_metrics_of_a_step():
@@ -150,6 +171,41 @@ def test_resumed_goes_on_with_absolute_counters():
     done = train(world.run(config(steps=4)), Progress(step=2, policy_version=2, optimizer_steps=2))
     assert (done.step, done.policy_version, done.optimizer_steps) == (4, 4, 4)
     assert [s for s, _ in world.steps] == [3, 4]
+
+
+ADAPTIVE = ObjectiveConfig(kl=KLConfig(adaptive_target=0.1, adaptive_horizon=2))
+
+
+def test_the_adaptive_coefficient_follows_the_measured_kl():
+    # KL .3 of .1 is 200 % too much, counted as 20 %: a factor 1 + .2 / 2; half the target is 50 % too little: 1 - .2 / 2.
+    world = World()
+    world.measured = {"objective/kl_value_k3": 0.3}
+    done = train(world.run(config(steps=2, objective=ADAPTIVE)), Progress())
+    assert world.coefficients == pytest.approx([1.0, 1.1]) and done.kl_coefficient == pytest.approx(1.21)
+    world.measured = {"objective/kl_value_k3": 0.05}
+    assert train(world.run(config(steps=3, objective=ADAPTIVE)), done).kl_coefficient == pytest.approx(1.21 * 0.9)
+    world.measured = {}  # no token trained: nothing was measured
+    assert train(world.run(config(steps=3, objective=ADAPTIVE)), done).kl_coefficient == done.kl_coefficient
+
+
+def test_a_resumed_coefficient_goes_on_as_if_uninterrupted():
+    whole, first, second = World(), World(), World()
+    for world in (whole, first, second):
+        world.measured = {"objective/kl_value_k3": 0.13}
+    done = train(whole.run(config(steps=4, objective=ADAPTIVE)), Progress())
+    half = train(first.run(config(steps=2, objective=ADAPTIVE)), Progress())
+    second.version = half.policy_version
+    assert train(second.run(config(steps=4, objective=ADAPTIVE)), half) == done
+    assert first.coefficients + second.coefficients == whole.coefficients
+    forgotten = dataclasses.replace(half, kl_coefficient=1.0)  # negative control: a checkpoint without the coefficient
+    second.version = half.policy_version
+    assert train(second.run(config(steps=4, objective=ADAPTIVE)), forgotten).kl_coefficient != done.kl_coefficient
+
+
+def test_a_constant_coefficient_stays_one():
+    world = World()
+    world.measured = {"objective/kl_value_k3": 0.3}
+    assert train(world.run(config(steps=2)), Progress()).kl_coefficient == 1.0 and world.coefficients == [1.0, 1.0]
 
 
 def test_a_finished_run_only_syncs():

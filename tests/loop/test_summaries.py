@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from akl_dist.config.schema import ObjectiveConfig
 from akl_dist.contract.errors import VerifierFault
 from akl_dist.contract.records import (
     JudgedGroup,
@@ -43,9 +44,13 @@ def group(name, verdicts, *, source="s", lengths=None, answer=None, votes=(0,) *
     return LabelledGroup(rollout, judged, reference, tuple(answer or (1,) * size), votes, None)
 
 
+def advantages_of(groups, **objective):
+    return training_groups(groups, ObjectiveConfig(**objective), max_tokens=10)
+
+
 def test_rollout_and_verify():
     groups = [group("a", (OK, WRONG)), group("b", (NONE, LATE), lengths=(2, 10))]
-    rollout = rollout_metrics([g.rollout for g in groups], seconds=2.0)
+    rollout = rollout_metrics([g.rollout for g in groups], seconds=2.0, discarded={})
     assert rollout == {"rollout/tokens": 20, "rollout/response_tokens_mean": 5.0, "rollout/truncated_fraction": 0.5,
                        "rollout/tokens_per_s": 10.0}
     verify = verify_metrics([g.judged for g in groups])
@@ -65,10 +70,10 @@ def test_roles():
 
 def test_no_verdict_is_no_reward():
     """A timeout neither trains nor moves the group's mean: advantages as if the sample were not there."""
-    with_late, without = (training_groups([group("a", v)], normalize_std=False)[0] for v in ((OK, WRONG, LATE), (OK, WRONG)))
+    with_late, without = (advantages_of([group("a", v)], normalize_std=False)[0] for v in ((OK, WRONG, LATE), (OK, WRONG)))
     assert with_late.advantages[:2] == without.advantages == (0.5, -0.5)
     assert with_late.advantages[2] == 0.0 and with_late.trains == (True, True, False)
-    as_zero = training_groups([group("a", (OK, WRONG, WRONG))], normalize_std=False)[0]
+    as_zero = advantages_of([group("a", (OK, WRONG, WRONG))], normalize_std=False)[0]
     assert as_zero.advantages[0] != 0.5, "control: a zero reward would have moved the mean"
 
 
@@ -119,6 +124,14 @@ def test_evaluation_of_one_source_keeps_its_form():
     assert (stored["accuracy"], stored["by_source"]["s"]["accuracy"]) == (0.5, 0.5)
     older = {key: value for key, value in stored.items() if key != "by_source"}  # a checkpoint written before the field
     assert Evaluation.from_dict(older).metrics() == e.metrics()
+
+
+def test_pass_at_k_of_an_evaluation():
+    """One of two right: pass@2 = 1; the problem with one verdict only has no estimate of it; none right: 0."""
+    e = evaluation_of([group("a/1", (OK, WRONG), source="a"), group("a/2", (OK, LATE), source="a"),
+                       group("a/3", (WRONG, NONE), source="a")])
+    assert e.metrics()["evaluate/a/pass_at_2"] == 0.5 and "evaluate/a/pass_at_1" not in e.metrics()
+    assert Evaluation.from_dict(json.loads(json.dumps(e.to_dict()))) == e
 
 
 def test_a_source_without_a_verdict_has_no_figures():

@@ -10,7 +10,18 @@ import itertools
 import pytest
 import torch
 
-from akl_dist.objective import akl_full_loss, akl_loss, full_kl, full_kl_loss, kl_loss, policy_loss
+from akl_dist.objective import (
+    TokenStatistics,
+    akl_full_loss,
+    akl_loss,
+    full_kl,
+    full_kl_loss,
+    kl_loss,
+    kl_to_go,
+    policy_loss,
+    token_statistics,
+    topk_reference,
+)
 
 V, T = 3, 3
 SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=T)))
@@ -99,6 +110,30 @@ def full(direction: str, behaviour: torch.Tensor, state_weight: str):
     return loss
 
 
+def topk_statistics(table: torch.Tensor, k: int) -> TokenStatistics:
+    """[27, 3] divergences over the reference's top k, the sampled token and the rest, at the state before each token."""
+    targets = SEQUENCES.flatten()
+    reference = topk_reference(REFERENCE[STATES].flatten(0, 1), targets, k=k, temperature=1.0)
+    flat = token_statistics(table[STATES].flatten(0, 1), targets, temperature=1.0, topk=reference)
+    return TokenStatistics(*(None if field is None else field.view(27, T) for field in flat))
+
+
+def topk(direction: str, behaviour: torch.Tensor, state_weight: str, k: int = V):
+    def loss(table: torch.Tensor) -> torch.Tensor:
+        statistics = topk_statistics(table, k)
+        return full_kl_loss(
+            direction,
+            kl_forward=statistics.kl_forward,
+            kl_reverse=statistics.kl_reverse,
+            logp=token_logp(table),
+            behaviour_logp=token_logp(behaviour),
+            mask=MASK,
+            state_weight=state_weight,
+        )
+
+    return loss
+
+
 def target(direction: str, behaviour: torch.Tensor, state_weight: str) -> torch.Tensor:
     states = state_probs(behaviour if state_weight == "token" else POLICY)
     return states.unsqueeze(-1) * exact_gradient(direction)
@@ -113,7 +148,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("direction", "state_weight", "behaviour"), EVERY)
-@pytest.mark.parametrize("estimator", [sampled, full])
+@pytest.mark.parametrize("estimator", [sampled, topk, full])
 def test_expected_gradient_is_the_named_divergence(direction, state_weight, behaviour, estimator):
     table = POLICY if behaviour == "on" else BEHAVIOUR
     got = expected_gradient(estimator(direction, table, state_weight), table)
@@ -122,7 +157,7 @@ def test_expected_gradient_is_the_named_divergence(direction, state_weight, beha
 
 @pytest.mark.parametrize("state_weight", ["token", "cumulative"])
 @pytest.mark.parametrize(("reasoning", "answer"), [("forward", "reverse"), ("reverse", "forward"), ("symmetric",) * 2])
-@pytest.mark.parametrize("estimator", ["sampled", "full"])
+@pytest.mark.parametrize("estimator", ["sampled", "topk", "full"])
 def test_akl_expected_gradient_per_role(state_weight, reasoning, answer, estimator):
     settings = {
         "answer_mask": ANSWER_STATE[STATES],
@@ -138,6 +173,10 @@ def test_akl_expected_gradient_per_role(state_weight, reasoning, answer, estimat
         logps = {"logp": token_logp(table), "behaviour_logp": token_logp(BEHAVIOUR)}
         if estimator == "sampled":
             return akl_loss(ref_logp=token_logp(REFERENCE), **logps, **settings)
+        if estimator == "topk":
+            statistics = topk_statistics(table, V)
+            divergences = {"kl_forward": statistics.kl_forward, "kl_reverse": statistics.kl_reverse}
+            return akl_full_loss(**divergences, **logps, **settings)
         divergences = {
             f"kl_{name}": full_kl(name, logprobs=table, ref_logprobs=REFERENCE)[STATES] for name in ("forward", "reverse")
         }
@@ -146,6 +185,92 @@ def test_akl_expected_gradient_per_role(state_weight, reasoning, answer, estimat
     states = state_probs(BEHAVIOUR if state_weight == "token" else POLICY).unsqueeze(-1)
     per_role = torch.where(ANSWER_STATE.unsqueeze(-1), 0.7 * exact_gradient(answer), 0.3 * exact_gradient(reasoning))
     assert relative_error(expected_gradient(loss, BEHAVIOUR), states * per_role) < 1e-9
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "symmetric"])
+def test_fewer_than_all_tokens_are_a_lower_bound_of_the_divergence(direction):
+    """k = 1: the reference's first token, the sampled one, and the third as the rest wherever those two differ."""
+    exact = full_kl(direction, logprobs=POLICY, ref_logprobs=REFERENCE)[STATES]
+    statistics = topk_statistics(POLICY, 1)
+    bound = {
+        "forward": statistics.kl_forward,
+        "reverse": statistics.kl_reverse,
+        "symmetric": (statistics.kl_forward + statistics.kl_reverse) / 2,
+    }[direction]
+    assert (bound <= exact + 1e-12).all()
+    merged = REFERENCE.argmax(-1)[STATES] == SEQUENCES  # the sampled token is the first one: two tokens share the rest
+    assert torch.allclose(bound[~merged], exact[~merged], rtol=1e-12) and (bound[merged] < exact[merged]).any()
+    got = expected_gradient(topk(direction, POLICY, "token", k=1), POLICY)
+    assert 1e-2 < relative_error(got, target(direction, POLICY, "token")) < 0.9
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "symmetric"])
+def test_without_a_state_weight_the_surrogates_are_right_on_policy_only(direction):
+    on = expected_gradient(sampled(direction, POLICY, "none"), POLICY)
+    assert relative_error(on, target(direction, POLICY, "token")) < 1e-9
+    off = expected_gradient(sampled(direction, BEHAVIOUR, "none"), BEHAVIOUR)
+    for named, state_weight in itertools.product(("forward", "reverse", "symmetric"), ("token", "cumulative")):
+        assert relative_error(off, target(named, BEHAVIOUR, state_weight)) > 1e-2
+
+
+# --- KL in the reward --------------------------------------------------------------------------------------------
+
+
+def full_sequence_gradient(beta_reasoning: float, beta_answer: float) -> torch.Tensor:
+    """[S, V] gradient of sum over states of p(state) beta(role) KL(pi||ref at the state), state probabilities included; with
+    one beta that is beta times KL(pi||ref) of whole sequences."""
+    logits = POLICY.clone().requires_grad_(True)
+    table = torch.log_softmax(logits, -1)
+    probs = torch.zeros(S, dtype=torch.float64).index_put((STATES,), sequence_probs(table).unsqueeze(-1), accumulate=True)
+    betas = torch.tensor([beta_answer if answer else beta_reasoning for answer in ANSWER_STATE], dtype=torch.float64)
+    (probs * betas * full_kl("reverse", logprobs=table, ref_logprobs=REFERENCE)).sum().backward()
+    return logits.grad
+
+
+def in_reward(advantages: torch.Tensor):
+    return lambda table: policy_loss(
+        "ppo", logp=token_logp(table), anchor_logp=token_logp(POLICY), advantages=advantages, mask=MASK
+    )
+
+
+def to_go(beta_reasoning: float, beta_answer: float) -> torch.Tensor:
+    return kl_to_go(
+        logp=token_logp(POLICY), ref_logp=token_logp(REFERENCE), answer_mask=ANSWER_STATE[STATES], mask=MASK,
+        beta_reasoning=beta_reasoning, beta_answer=beta_answer,
+    )  # fmt: skip
+
+
+def test_the_target_is_the_divergence_between_whole_sequences():
+    logits = POLICY.clone().requires_grad_(True)
+    table = torch.log_softmax(logits, -1)
+    probs = sequence_probs(table)
+    (0.3 * probs * (probs.log() - sequence_probs(REFERENCE).log())).sum().backward()
+    assert relative_error(full_sequence_gradient(0.3, 0.3), logits.grad) < 1e-12
+
+
+@pytest.mark.parametrize(("reasoning", "answer"), [(0.3, 0.3), (0.3, 0.7), (0.0, 0.7)])
+def test_kl_in_the_reward_is_the_exact_full_sequence_reverse_kl(reasoning, answer):
+    got = expected_gradient(in_reward(-to_go(reasoning, answer)), POLICY)
+    assert relative_error(got, full_sequence_gradient(reasoning, answer)) < 1e-9
+
+
+def test_kl_in_the_reward_adds_to_the_reward():
+    """One pass over advantage minus return is the sum of both gradients."""
+    reward = torch.sin(torch.arange(27, dtype=torch.float64)).unsqueeze(-1).expand(27, T)
+    together = expected_gradient(in_reward(reward - to_go(0.3, 0.7)), POLICY)
+    alone = expected_gradient(in_reward(reward), POLICY)
+    assert relative_error(together - alone, full_sequence_gradient(0.3, 0.7)) < 1e-9
+
+
+def test_what_is_not_the_full_sequence_reverse_kl():
+    """Negative controls: k3 in the reward, k1 of the own token only, and every KL loss (blind to how pi moves the states)."""
+    expected = full_sequence_gradient(1.0, 1.0)
+    x = token_logp(POLICY) - token_logp(REFERENCE)
+    k3 = (-x).exp() - 1 + x
+    for wrong in (k3.flip(-1).cumsum(-1).flip(-1), x):
+        assert relative_error(expected_gradient(in_reward(-wrong), POLICY), expected) > 1e-2
+    for direction in ("forward", "reverse"):
+        assert relative_error(expected_gradient(sampled(direction, POLICY), POLICY), expected) > 1e-2
 
 
 def test_why_the_full_estimator_excludes_the_current_token():

@@ -42,6 +42,8 @@ def test_state_weights_by_hand():
         ("token", False): [1, 1, 1, 1],
         ("cumulative", True): [2, 1, 6, 3],
         ("cumulative", False): [1, 1, 2, 6],
+        ("none", True): [1, 1, 1, 1],
+        ("none", False): [1, 1, 1, 1],
     }
     for (state_weight, include), weights in expected.items():
         got = state_weights(**tensors, state_weight=state_weight, include_current=include).weight

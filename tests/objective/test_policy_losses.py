@@ -1,4 +1,4 @@
-"""PPO at hand-made numbers, its gradient at the edges, and the registry."""
+"""Every policy loss at hand-made numbers, PPO's gradient at the edges, and the registry."""
 
 from __future__ import annotations
 
@@ -52,6 +52,88 @@ def test_asymmetric_window_and_dual_clip_by_hand():
     assert gradient(clip_high=0.28) == pytest.approx([-1.25, 0, 5.0], rel=1e-12)
 
 
+E = math.exp
+HAND = {
+    # one row of ratios pi/anchor (anchor probability .5 where it matters), A, mask; losses; gradients
+    "gspo": (
+        # mean log-ratio of the unmasked: (ln 2 + ln .5 + ln 1.21) / 3 -> 1.21^(1/3) = 1.0656, window [.95, 1.05]
+        {"clip_low": 0.05, "clip_high": 0.05}, [2, 0.5, 1.21, None], [1, -1, -2, None],
+        [-1.05, 1.21 ** (1 / 3), 2 * 1.21 ** (1 / 3), 0], [0, 1.21 ** (1 / 3), 2 * 1.21 ** (1 / 3), 0],
+    ),
+    "cispo": ({"clip_low": 0.5}, [1.5, 1.1, 0.2, 5], [1, 2, -1, -1],
+              lambda p: [-1.2 * p[0], -2.2 * p[1], 0.5 * p[2], 1.2 * p[3]], [-1.2, -2.2, 0.5, 1.2]),
+    # prefix products 1.05, 1.155, (masked), 1.2705; windows exp(.05 t^.5): 1.051, 1.0733, -, 1.0905
+    "ctpo": ({}, [1.05, 1.1, None, 1.1], [1, 1, None, -1], [-1.05, -E(0.05 * 2**0.5), 0, 1.2705], [-1.05, 0, 0, 1.2705]),
+    # geometric means 1.05, 1.155^(1/2) = 1.0747, -, 1.2705^(1/3) = 1.0831; windows exp(.05 t^-.5): 1.051, 1.036, -, 1.029
+    "ctpo_geomean": ({}, [1.05, 1.1, None, 1.1], [1, 1, None, -1],
+                     [-1.05, -E(0.05 / 2**0.5), 0, 1.2705 ** (1 / 3)], [-1.05, 0, 0, 1.2705 ** (1 / 3)]),
+    # -A r + |A| (r - 1)^2 / .4; gradient -A r (1 - sign(A (r - 1)) |r - 1| / .2)
+    "spo": ({}, [1.1, 1.2, 1.4, 0.8], [1, 1, 1, 2],
+            [-1.1 + 0.025, -1.2 + 0.1, -1.4 + 0.4, -1.6 + 0.2], [-0.55, 0, 1.4, -1.6 * 2]),
+    # mu = .5: -A r + |A| .5 (r - 1)^2 / .5; gradient -A r (1 - sign(A (r - 1)) |pi - mu| / .25)
+    "drpo": ({"delta": 0.25}, [1.2, 1.5, 1.8, 0.8], [1, 1, 1, -2],
+             [-1.2 + 0.04, -1.5 + 0.25, -1.8 + 0.64, 1.6 + 0.08], [-1.2 * 0.6, 0, 1.8 * 0.6, 1.6 * 0.6]),
+    # mu = .5: pi .6, .7 (masked: .2 above), .7 with A < 0 comes back, .3 with A < 0 is masked
+    "dppo_tv": ({}, [1.2, 1.4, 1.4, 0.6], [1, 1, -1, -1], lambda p: [-1.2 * p[0], 0, 1.4 * p[2], 0], [-1.2, 0, 1.4, 0]),
+    # D(.5 | .6) = .0204, D(.5 | .7) = .0872
+    "dppo_kl": ({}, [1.2, 1.4, 1.4, 0.6], [1, 1, -1, -1], lambda p: [-1.2 * p[0], 0, 1.4 * p[2], 0], [-1.2, 0, 1.4, 0]),
+    "reinforce": ({"max_weight": 1.5}, [1.2, 3.0, 0.1, None], [1, 2, -1, None],
+                  lambda p: [-1.2 * p[0], -3 * p[1], 0.1 * p[2], 0], [-1.2, -3, 0.1, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(HAND))
+def test_values_and_gradients_by_hand(name):
+    params, ratio, advantages, losses, gradients = HAND[name]
+    anchor = math.log(0.5)
+    values = [math.nan if r is None else anchor + math.log(r) for r in ratio]
+    logp = row(*values).requires_grad_(True)
+    loss = policy_loss(
+        name,
+        logp=logp,
+        anchor_logp=row(*(math.nan if r is None else anchor for r in ratio)),
+        advantages=row(*(math.nan if a is None else a for a in advantages)),
+        mask=row(*(r is not None for r in ratio)),
+        **params,
+    )
+    loss.sum().backward()
+    expected = losses(values) if callable(losses) else losses
+    assert loss[0].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert logp.grad[0].tolist() == pytest.approx(gradients, rel=1e-12, abs=1e-12)
+
+
+def test_every_loss_has_numbers_by_hand():
+    assert {"ppo", *HAND} == set(POLICY_LOSSES)
+
+
+def test_the_dual_clip_of_ctpo_removes_the_corrective_gradient():
+    """A = -1, S = ln 1.2 above e^.05: 1.2 with gradient 1.2 by default, e^.05 and none with the authors' code's bound."""
+    tensors = {"anchor_logp": row(0.0), "advantages": row(-1.0), "mask": row(1.0)}
+    for params, loss, gradient in (({}, 1.2, 1.2), ({"dual_clip": 0.05}, E(0.05), 0.0)):
+        x = row(math.log(1.2))
+        assert policy_loss("ctpo", logp=x, **tensors, **params).item() == pytest.approx(loss)
+        assert token_gradient(lambda v, p=params: policy_loss("ctpo", logp=v, **tensors, **p), x).item() == pytest.approx(gradient)
+
+
+def test_reinforce_without_a_weight_ignores_the_anchor():
+    tensors = {"logp": row(-2.0), "advantages": row(3.0), "mask": row(1.0)}
+    assert policy_loss("reinforce", anchor_logp=row(-7.0), **tensors).item() == 6.0
+
+
+@pytest.mark.parametrize(("name", "params", "message"), [
+    ("ppo", {"clip_low": 1.5}, "ppo clip_low"), ("gspo", {"clip_high": -0.1}, "gspo clip_high"),
+    ("cispo", {"clip_low": 2.0}, "cispo clip_low"), ("ctpo", {"clip_space": "logs"}, "did you mean 'log'"),
+    ("ctpo", {"clip_low": -0.1}, "clip_low"), ("ctpo", {"dual_clip": 0.0}, "dual_clip"),
+    ("ctpo", {"clip_space": "ratio", "clip_low": 1.5}, "at most 1"),
+    ("ctpo_geomean", {"clip_space": "ratio", "dual_clip": 0.05}, "above 1"), ("spo", {"epsilon": 0.0}, "spo epsilon"),
+    ("drpo", {"delta": -1.0}, "drpo delta"), ("dppo_tv", {"delta_low": -0.1}, "dppo delta_low"),
+    ("dppo_kl", {"max_ratio": 0.0}, "max_ratio"), ("reinforce", {"max_weight": 0.0}, "max_weight"),
+])  # fmt: skip
+def test_parameters_out_of_range_are_named(name, params, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(name, **ratios(1.0), advantages=row(1.0), mask=row(1.0), **params)
+
+
 def test_a_rows_advantage_holds_for_its_tokens():
     logp, mask = torch.zeros(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
     loss = policy_loss("ppo", logp=logp, anchor_logp=logp, advantages=torch.tensor([2.0, -1.0]), mask=mask)
@@ -76,16 +158,18 @@ def test_extreme_ratios_stay_finite(advantage):
         assert logp.grad[0, 0] > 0  # far outside, yet it still pulls back
 
 
-def test_only_logp_is_differentiated():
-    tensors = {name: torch.full((1, 2), 0.1, requires_grad=True) for name in ("logp", "anchor_logp", "advantages")}
-    policy_loss("ppo", **tensors, mask=torch.ones(1, 2)).sum().backward()
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_only_logp_is_differentiated(name):
+    tensors = {name: torch.full((1, 2), -0.1, requires_grad=True) for name in ("logp", "anchor_logp", "advantages")}
+    policy_loss(name, **tensors, mask=torch.ones(1, 2)).sum().backward()
     assert tensors["logp"].grad is not None
     assert tensors["anchor_logp"].grad is None and tensors["advantages"].grad is None
 
 
-def test_half_precision_is_computed_in_float32():
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_half_precision_is_computed_in_float32(name):
     logp = torch.tensor([[-1.0]], dtype=torch.bfloat16, requires_grad=True)
-    loss = policy_loss("ppo", logp=logp, anchor_logp=logp, advantages=torch.ones(1), mask=torch.ones(1, 1))
+    loss = policy_loss(name, logp=logp, anchor_logp=logp, advantages=torch.ones(1), mask=torch.ones(1, 1))
     assert loss.dtype == torch.float32
 
 

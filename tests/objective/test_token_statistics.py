@@ -1,31 +1,16 @@
-"""Log-probabilities, entropy, exact divergences and gradient norms; chunked against whole; memory."""
+"""Log-probabilities, entropy, exact divergences and gradient norms out of whole logits."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 
 import pytest
 import torch
 
-from akl_dist.objective import TokenStatistics, chunked_token_statistics, num_chunks, token_statistics
+from akl_dist.objective import TokenStatistics, token_statistics
 
-N, H, V, TEMPERATURE = 11, 5, 13, 0.7
+N, V, TEMPERATURE = 11, 13, 0.7
 DIFFERENTIABLE = ("logp", "entropy", "kl_forward", "kl_reverse")
-
-
-def problem(seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    head = torch.nn.Linear(H, V, bias=True, dtype=torch.float64)
-    head.weight.data, head.bias.data = normal(V, H), normal(V)
-    hidden = normal(N, H).requires_grad_(True)
-    targets = torch.randint(V, (N,), generator=generator)
-    return head, hidden, targets, torch.log_softmax(normal(N, V), -1)
 
 
 def test_by_hand_at_temperature_two():
@@ -98,123 +83,14 @@ def test_excluded_tokens_and_half_precision():
     assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, N, 100])
-@pytest.mark.parametrize("min_chunks", [1, 7])
-def test_chunked_equals_whole(chunk_tokens, min_chunks):
-    head, hidden, targets, ref = problem()
-    weights = torch.linspace(-1, 2, N, dtype=torch.float64)
-
-    def run(statistics: TokenStatistics):
-        loss = sum(scale * (weights * getattr(statistics, name)).sum() for scale, name in enumerate(DIFFERENTIABLE, 1))
-        return torch.autograd.grad(loss, [hidden, head.weight, head.bias])
-
-    options = {"temperature": TEMPERATURE, "ref_logprobs": ref, "with_gradient_norms": True}
-    whole = token_statistics(head(hidden), targets, **options)
-    chunked = chunked_token_statistics(head, hidden, targets, chunk_tokens=chunk_tokens, min_chunks=min_chunks, **options)
-    for name, value in whole._asdict().items():
-        torch.testing.assert_close(getattr(chunked, name), value, rtol=1e-12, atol=1e-12)
-    for got, expected in zip(run(chunked), run(whole), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_without_reference_fields_are_none():
-    head, hidden, targets, _ = problem()
-    got = chunked_token_statistics(head, hidden, targets, chunk_tokens=4, temperature=1.0)
-    assert got.logp.shape == got.entropy.shape == (N,)
-    assert got[2:] == (None,) * 6
-
-
-class CountingHead(torch.nn.Linear):
-    """LM head that records the rows of every call."""
-
-    def forward(self, states):
-        self.__dict__.setdefault("calls", []).append(states.shape[0])
-        return super().forward(states)
-
-
-@pytest.mark.parametrize("tokens", [0, 3, 10])
-def test_ranks_can_be_given_the_same_number_of_head_calls(tokens):
-    """With sharded weights every call is a collective: forward and backward must call equally often on all ranks."""
-    head = CountingHead(H, V, dtype=torch.float64)
-    hidden = torch.randn(tokens, H, dtype=torch.float64, requires_grad=True)
-    got = chunked_token_statistics(
-        head, hidden, torch.zeros(tokens, dtype=torch.long), chunk_tokens=4, temperature=1.0, min_chunks=3
-    )
-    assert got.logp.shape == (tokens,)
-    assert len(head.calls) == 3 and max(head.calls) <= 4
-    got.logp.sum().backward()
-    assert len(head.calls) == 6
-    assert hidden.grad.shape == hidden.shape and head.weight.grad is not None
-    assert [num_chunks(count, 4) for count in (0, 1, 4, 5)] == [1, 1, 1, 2]
-
-
-def saved_elements(compute) -> int:
-    """Elements that autograd keeps from `compute()` for the backward pass."""
-    kept: dict[int, int] = {}
-
-    def pack(value):
-        kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes() // value.element_size()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        result = compute()
-    assert result.requires_grad
-    return sum(kept.values())
-
-
-def test_no_more_than_one_chunk_of_logits_is_alive():
-    """Between forward and backward no logits are kept, and no call ever sees more than one chunk of rows."""
-    tokens, vocabulary = 64, 257
-    head = CountingHead(H, vocabulary)
-    hidden = torch.randn(tokens, H, requires_grad=True)
-    targets = torch.zeros(tokens, dtype=torch.long)
-
-    def chunked():
-        return chunked_token_statistics(head, hidden, targets, chunk_tokens=8, temperature=1.0).logp
-
-    whole = saved_elements(lambda: token_statistics(head(hidden), targets, temperature=1.0).logp)
-    assert whole >= tokens * vocabulary  # the control: the hook does see logits where they are kept
-    assert saved_elements(chunked) <= tokens * vocabulary / 16
-    alive = [0, 0]  # now, peak: rows of logits not yet freed, by finalizers of the head's outputs
-    track = head.register_forward_hook(lambda module, inputs, output: count_alive(output, alive))
-    kept = [head(part) for part in hidden.split(8)]
-    assert alive == [tokens, tokens]  # the control: the finalizers do count logits that are kept
-    kept.clear()
-    alive[:] = [0, 0]
-    head.calls.clear()
-    chunked().sum().backward()
-    track.remove()
-    assert head.calls == [8] * 16
-    assert alive == [0, 8]
-
-
-def count_alive(output: torch.Tensor, alive: list[int]) -> None:
-    rows = output.shape[0]
-    alive[0] += rows
-    alive[1] = max(alive[1], alive[0])
-
-    def free() -> None:
-        alive[0] -= rows
-
-    weakref.finalize(output.untyped_storage(), free)
-
-
-def test_no_graph_is_built_without_gradients():
-    head, hidden, targets, _ = problem()
-    with torch.no_grad():
-        got = chunked_token_statistics(head, hidden, targets, chunk_tokens=4, temperature=1.0)
-    assert not got.logp.requires_grad
-
-
 def test_mistakes_are_refused():
-    head, hidden, targets, ref = problem()
-    for wrong in ({"temperature": 0.0}, {"temperature": -1.0}):
+    generator = torch.Generator().manual_seed(0)
+    logits, ref = (torch.randn(N, V, generator=generator, dtype=torch.float64) for _ in range(2))
+    targets = torch.arange(N)
+    for wrong in (0.0, -1.0):
         with pytest.raises(ValueError, match="temperature"):
-            token_statistics(head(hidden), targets, **wrong)
+            token_statistics(logits, targets, temperature=wrong)
     with pytest.raises(ValueError, match="targets"):
-        token_statistics(head(hidden), targets[1:], temperature=1.0)
+        token_statistics(logits, targets[1:], temperature=1.0)
     with pytest.raises(ValueError, match="ref_logprobs"):
-        token_statistics(head(hidden), targets, temperature=1.0, ref_logprobs=ref[:, 1:])
-    for chunk_tokens, reference in itertools.product((0, -1), (None, ref)):
-        with pytest.raises(ValueError, match="chunk_tokens"):
-            chunked_token_statistics(head, hidden, targets, chunk_tokens=chunk_tokens, temperature=1.0, ref_logprobs=reference)
+        token_statistics(logits, targets, temperature=1.0, ref_logprobs=ref[:, 1:])

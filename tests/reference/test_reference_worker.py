@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -30,10 +32,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def make_worker(folder, *, max_tokens=64, chunk=5, full=True):
+def make_worker(folder, *, max_tokens=64, chunk=5, estimator="full", dtype="float32"):
     return ReferenceWorker(
-        model_path=str(folder), dtype="float32", attention="sdpa", temperature=TEMPERATURE, num_threads=1,
-        max_tokens_per_batch=max_tokens, logprob_chunk_tokens=chunk, full_vocabulary=full, device="cpu")
+        model_path=str(folder), dtype=dtype, attention="sdpa", temperature=TEMPERATURE, num_threads=1,
+        max_tokens_per_batch=max_tokens, logprob_chunk_tokens=chunk, kl_estimator=estimator, topk=4, device="cpu")
 
 
 def plain_logprobs(model, prompt, responses) -> torch.Tensor:
@@ -55,7 +57,10 @@ def test_scores_equal_plain_forward_passes(folder, max_tokens, chunk):
         scored = worker.score([Responses(prompt.tolist(), responses, mu)])[0]
         np.testing.assert_allclose(scored.arrays.logp, logp, atol=1e-5)
         np.testing.assert_allclose(scored.arrays.entropy, -(expected.exp() * expected).sum(-1), atol=1e-5)
-        np.testing.assert_allclose(scored.arrays.logprobs, expected, atol=1e-5)
+        head = worker.model.get_output_embeddings().weight
+        again = (torch.from_numpy(scored.arrays.hidden) @ head.T / TEMPERATURE).log_softmax(-1)
+        np.testing.assert_allclose(again, expected, atol=1e-5)
+        assert set(scored.arrays.rows) == {"hidden"}
         # mu/ref = e^0.5 on every token: k1 = 0.5 and k3 = e^-0.5 - 1 + 0.5 each.
         sizes = np.array([len(response) for response in responses])
         np.testing.assert_allclose(scored.kl_k1, 0.5 * sizes, rtol=1e-4)
@@ -82,10 +87,39 @@ def test_temperature_matters(folder):
     assert np.abs(scored.arrays.logp - other.arrays.logp).max() > 0.1
 
 
-def test_frozen_and_without_the_vocabulary_unless_asked(folder):
-    worker = make_worker(folder, full=False)
+@pytest.mark.parametrize(("max_tokens", "chunk"), [(64, 1000), (17, 3)])
+def test_topk_side_data_equal_plain_forward_passes(folder, max_tokens, chunk):
+    worker = make_worker(folder, max_tokens=max_tokens, chunk=chunk, estimator="topk")
+    expected = plain_logprobs(worker.model, PROMPTS[0], RESPONSES[0])
+    (scored,) = worker.score([Responses(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))])
+    arrays = scored.arrays
+    assert set(arrays.rows) == {"topk_ids", "topk_logp", "topk_rest"}
+    assert arrays.topk_ids.dtype == np.int32 and arrays.topk_ids.shape == (20, 4)
+    values, ids = expected.topk(4)
+    np.testing.assert_array_equal(arrays.topk_ids, ids)
+    np.testing.assert_allclose(arrays.topk_logp, values, atol=1e-5)
+    for t, target in enumerate(np.concatenate(RESPONSES[0])):
+        kept = {*ids[t].tolist(), int(target)}
+        rest = sum(math.exp(expected[t, v]) for v in range(VOCAB) if v not in kept)
+        assert arrays.topk_rest[t] == pytest.approx(math.log(rest), abs=1e-4)
+    assert len({len({*row, int(y)}) for row, y in zip(ids.tolist(), np.concatenate(RESPONSES[0]), strict=True)}) == 2  # both cases
+
+
+def test_bfloat16_hidden_states_travel_as_their_bits(folder):
+    worker = make_worker(folder, dtype="bfloat16")
+    (scored,) = worker.score([Responses(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))])
+    assert scored.arrays.hidden.dtype == np.uint16 and scored.arrays.logp.dtype == np.float32
+    hidden = torch.from_numpy(scored.arrays.hidden.view(np.int16)).view(torch.bfloat16)
+    logits = worker.model.get_output_embeddings()(hidden).float()
+    targets = torch.from_numpy(np.concatenate(RESPONSES[0]).astype(np.int64))
+    again = (logits / TEMPERATURE).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    np.testing.assert_allclose(again.detach(), scored.arrays.logp, atol=1e-5)
+
+
+def test_frozen_and_without_more_than_asked_for(folder):
+    worker = make_worker(folder, estimator="sampled")
     scored = worker.score([Responses(PROMPTS[0].tolist(), RESPONSES[0], np.zeros(20, np.float32))])[0]
-    assert scored.arrays.logprobs is None
+    assert scored.arrays.rows == {}
     assert not worker.model.training and not any(p.requires_grad for p in worker.model.parameters())
 
 
@@ -113,7 +147,7 @@ def test_pool_deals_groups_and_keeps_their_order(folder, cluster):
 
     settings = ReferenceSettings(
         model_path=str(folder), dtype="float32", attention="sdpa", device="cpu", temperature=TEMPERATURE, num_threads=1,
-        max_tokens_per_batch=64, logprob_chunk_tokens=8, full_vocabulary=False, timeout_s=60.0)
+        max_tokens_per_batch=64, logprob_chunk_tokens=8, kl_estimator="topk", topk=3, timeout_s=60.0)
     pool = ReferencePool(run_id="test", settings=settings, actor_options=[{"num_cpus": 0.5}, {"num_cpus": 0.5}])
     gather(pool.ready(), timeout_s=120.0, stage="reference", doing="starting")
     groups = []
@@ -122,12 +156,13 @@ def test_pool_deals_groups_and_keeps_their_order(folder, cluster):
         groups.append(RolloutGroup(
             Prompt(f"test/{index}", "test", "", tuple(prompt.tolist()), ""), tuple(len(r) for r in responses),
             ("stop",) * len(responses), 0, "rollout/test/0", store(RolloutArrays(flat, np.zeros(len(flat), np.float32)))))
-    worker = make_worker(folder, full=False)
+    worker = make_worker(folder, estimator="sampled")
     for group, record, responses in zip(groups, pool.score(groups), RESPONSES, strict=True):
         assert record.prompt_id == group.prompt.prompt_id
         (expected,) = worker.score([Responses(group.prompt.token_ids, responses, np.zeros(group.num_tokens, np.float32))])
         arrays = fetch(record.arrays, timeout_s=10.0, stage="reference", what="scores")
         np.testing.assert_allclose(arrays.logp, expected.arrays.logp, atol=1e-6)
+        assert arrays.topk_logp.shape == (group.num_tokens, 3)
         assert record.kl_k1 == pytest.approx(expected.kl_k1, rel=1e-5)
     assert set(pool.ping()) == {"reference/test/0", "reference/test/1"}
     pool.close()

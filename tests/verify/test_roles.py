@@ -11,6 +11,7 @@ from akl_dist.verify.roles import (
     entropy_votes,
     likelihood_ratios,
     position_votes,
+    response_seed,
     role_votes,
     token_roles,
     verifier_votes,
@@ -198,3 +199,67 @@ def test_votes_are_what_the_roles_use():
     arguments = batch(random.Random(3))
     votes = role_votes(**arguments)
     assert torch.equal(token_roles(**arguments), (votes.position.int() + votes.entropy.int() + votes.verifier.int()) >= 2)
+
+
+# --- roles drawn at random ---------------------------------------------------------------------------------------
+
+
+def drawn(rule, seeds, **changes):
+    """Majority: the two tokens in the middle of six sampled ones (and one of the environment's, with mask 0)."""
+    rows = len(seeds)
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1, 1]] * rows)
+    middle = torch.tensor([[0, 0, 1, 0, 1, 0, 0]] * rows, dtype=torch.bool)
+    arguments = {"entropies": torch.ones(rows, 7), "mask": mask, "position_mask": middle, "verifier_span_mask": middle,
+                 "eos_mask": torch.zeros(rows, 7, dtype=torch.bool), "entropy_window": 1, "entropy_quantile": 0.0}
+    arguments["entropies"][:, 0] = 0.0  # the only entropy vote
+    return token_roles(rule=rule, seeds=seeds, **arguments | changes)
+
+
+@pytest.mark.parametrize(("rule", "places"), [("random_span", 5), ("random_tokens", 15)])
+def test_random_roles_by_count(rule, places):
+    """Two of six tokens: five runs of two, fifteen pairs, each about as often; the token of mask 0 is stepped over."""
+    assert drawn("majority", range(1)).sum() == 2
+    answer = drawn(rule, range(3000))
+    assert (answer.sum(1) == 2).all() and not answer[:, 3].any()
+    kinds, counts = answer.int().unique(dim=0, return_counts=True)
+    assert len(kinds) == places
+    assert (counts / 3000 - 1 / places).abs().max() < 4 * (1 / places / 3000) ** 0.5  # four standard deviations
+    if rule == "random_span":
+        order = [0, 1, 2, 4, 5, 6]
+        runs = {tuple(int(at in (start, start + 1)) for at in range(6)) for start in range(5)}
+        assert {tuple(kind[order].tolist()) for kind in kinds} == runs
+
+
+@pytest.mark.parametrize("rule", ["random_span", "random_tokens"])
+def test_random_roles_depend_on_seed_and_response_alone(rule):
+    rng = random.Random(1)
+    for _ in range(20):
+        arguments, seeds = batch(rng), [rng.randrange(10**9) for _ in range(4)]
+        answer = token_roles(rule=rule, seeds=seeds, **arguments)
+        majority = token_roles(**arguments)
+        assert torch.equal(answer.sum(1), majority.sum(1)) and not (answer & ~arguments["mask"]).any()
+        order = [2, 0, 3, 1]
+        again = token_roles(rule=rule, seeds=[seeds[i] for i in order], **{k: v[torch.tensor(order)] for k, v in arguments.items()})
+        assert torch.equal(again, answer[torch.tensor(order)])
+        wider = {k: torch.nn.functional.pad(v, (3, 7)) for k, v in arguments.items()}
+        assert torch.equal(token_roles(rule=rule, seeds=seeds, **wider)[:, 3:-7], answer)
+
+
+def test_other_seeds_draw_other_tokens():
+    assert len(drawn("random_tokens", [1, 2, 3, 4]).int().unique(dim=0)) > 1
+
+
+def test_seeds_of_responses():
+    seeds = {response_seed(run, prompt, sample) for run in (0, 1) for prompt in ("a/1", "a/11", "é") for sample in (0, 1)}
+    assert len(seeds) == 12
+    assert response_seed(0, "tiny/3", 5) == 2805246807527755653  # a resumed run on another machine draws the same
+
+
+@pytest.mark.parametrize("rule", ["random_span", "random_tokens"])
+def test_random_roles_without_answers_or_tokens(rule):
+    assert roles([1.0, 2.0], [1, 1], [1, 1], mask=[0, 0], rule=rule, seeds=[3]) == [0, 0]
+    assert roles([0.0, 2.0], [0, 0], [0, 1], rule=rule, seeds=[3], entropy_window=1) == [0, 0]
+    assert roles([1.0, 1.0], [1, 1], [1, 1], rule=rule, seeds=[3]) == [1, 1]
+    for seeds in (None, [1, 2]):
+        with pytest.raises(ValueError, match="seeds"):
+            roles([1.0], [1], [1], rule=rule, seeds=seeds)

@@ -82,3 +82,16 @@ def test_cost_is_linear_in_hostile_text():
         locate(piece * (60_000 // len(piece)))
     locate("\\boxed{" * 8000 + "1" + "}" * 8000)
     assert time.perf_counter() - start < 3
+
+
+def test_one_number_in_two_spellings_is_one_answer():
+    def answer(text):
+        marker = extract(text)
+        assert marker is not None and text[slice(*marker.span)].endswith(marker.answer[-1])
+        return marker.answer
+
+    assert answer("\\boxed{15\\frac{39}{40}}, or \\boxed{\\frac{639}{40}}") == "\\frac{639}{40}"
+    assert answer("\\boxed{0.5} or \\boxed{1/2}") == "1/2"
+    assert answer("\\boxed{1} or \\boxed{2}") == "1, 2"  # the control
+    assert answer("\\boxed{x} or \\boxed{y}") == "x, y"
+    assert answer("\\boxed{9^{9^{9^9}}} or \\boxed{9}") == "9^{9^{9^9}}, 9"

@@ -60,6 +60,7 @@ def test_two_supervisors(local_ray, tmp_path):
     bad = group_of(tokenizer, [RIGHT, WRONG], gold="", prompt_id="tiny/bad")
     with pytest.raises(VerifierFault, match="invalid_gold"):
         pool.collect(pool.submit([bad]))
+    assert len(pool.collect(pool.submit([bad]), earlier=judged)) == 1, "2 of 12 in the step as a whole"
     pids = [pid for start in started.values() for pid in start["grader_pids"]]
     assert len(pids) == 2 and all(os.path.exists(f"/proc/{pid}") for pid in pids)
     pool.close()

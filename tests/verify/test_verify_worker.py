@@ -109,6 +109,31 @@ def test_groups_labelled_together_equal_each_alone(worker, tiny):
         assert record.vote_counts == alone.vote_counts and record.answer_tokens == alone.answer_tokens
 
 
+def test_random_roles_are_the_runs_and_the_responses_own(worker, tiny, monkeypatch):
+    """As many as the majority has, of the same seed wherever a group is labelled, and another run's are others."""
+    folder, tokenizer = tiny
+    group = group_of(tokenizer, [RIGHT] * 4)
+    (judged,) = worker.judge([group], [group.arrays])
+    reference = reference_of(group, np.linspace(1, 0, group.num_tokens).tolist())
+    part = LabelParts(group, group.arrays, judged, judged.arrays, reference, reference.arrays)
+
+    def labels(one):
+        first, again = (record.roles.answer_mask for record in one.label([part, part]))
+        assert np.array_equal(first, again)
+        return first.reshape(4, -1)
+
+    majority, masks = labels(worker), []
+    for rule in ("random_span", "random_tokens"):
+        monkeypatch.setattr(worker, "_roles", RolesConfig(rule=rule))
+        masks.append(labels(worker))
+    end, span = tokenizer.token_to_id("<eos>"), RolesConfig(rule="random_span")
+    with closing(VerifyWorker(str(folder), end_ids=[end], config=VerifyConfig(), roles=span, seed=1)) as other_run:
+        masks.append(labels(other_run))
+    for mask in masks:
+        assert np.array_equal(mask.sum(1), majority.sum(1)) and len(np.unique(mask, axis=0)) > 1
+    assert len({mask.tobytes() for mask in masks}) == 3
+
+
 def test_prompt_that_opens_the_reasoning(worker, tiny):
     _, tokenizer = tiny
     texts = ["7+3=10\\boxed{16}<eos>", "7+3=10</think>\\boxed{16}<eos>"]

@@ -1,0 +1,90 @@
+"""The samples of an evaluation on disk: one line per problem, appended whole, so that a killed evaluation goes on where it was.
+
+The first line says what was sampled (model, data, sampling); records made under other settings are never mixed in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from akl_dist.bookkeeping.atomic import strict_json
+from akl_dist.contract.errors import RunError, UserError
+from akl_dist.contract.records import Status
+from akl_dist.evaluation import SampleRecord
+
+FIELDS = ("status", "extracted", "tokens", "truncated", "answer_span_tokens")
+
+
+class SampleFile:
+    """``path`` opened for appending; made when it is not there. A last line cut off by a kill is removed.
+
+    Args:
+        identity: what the samples depend on, plain values.
+        votes: whether answers of this evaluation have a majority.
+
+    Raises:
+        UserError: the file holds samples of another evaluation.
+        RunError: a damaged line that is not the last.
+    """
+
+    def __init__(self, path: Path, *, identity: Mapping[str, Any], votes: bool) -> None:
+        self._path, self._votes = path, votes
+        self.records: list[SampleRecord] = []
+        rows = self._read()
+        if rows and rows[0] != dict(identity):
+            changed = sorted(key for key in {*rows[0], *identity} if rows[0].get(key) != identity.get(key))
+            raise UserError(str(path), got=f"samples taken with other {', '.join(changed)}", expected="samples of this evaluation",
+                            remedy="Evaluate under another run_id.", stage="config")
+        if not rows:
+            self._append(dict(identity))
+        for number, row in enumerate(rows[1:], start=2):
+            self.records += self._parsed(row, number)
+
+    @property
+    def done(self) -> set[str]:
+        """Ids of the problems on file."""
+        return {record.problem_id for record in self.records}
+
+    def append(self, benchmark: str, problem_id: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """One problem with all its samples: the :data:`FIELDS` of each, and whatever else is worth keeping (text, reason). On disk
+        when this returns."""
+        row = {"benchmark": benchmark, "problem_id": problem_id, "samples": [dict(sample) for sample in samples]}
+        self.records += self._parsed(json.loads(self._append(row)), 0)
+
+    def _append(self, row: Mapping[str, Any]) -> str:
+        text = strict_json(row)
+        with self._path.open("ab") as file:
+            file.write(text.encode("ascii") + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return text
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        content = self._path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(self._path, len(whole))
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise self._damaged(str(error)) from error
+
+    def _parsed(self, row: Mapping[str, Any], number: int) -> list[SampleRecord]:
+        try:
+            return [
+                SampleRecord(row["benchmark"], row["problem_id"], index, Status(sample["status"]), sample["extracted"],
+                             sample["tokens"], sample["truncated"], sample["answer_span_tokens"], self._votes)
+                for index, sample in enumerate(row["samples"])
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(f"line {number}: {type(error).__name__} {error}") from error
+
+    def _damaged(self, what: str) -> RunError:
+        return RunError(str(self._path), got=f"a damaged file ({what})", expected="one problem a line",
+                        remedy="Remove the file and evaluate again, or use another run_id.")

@@ -1,0 +1,298 @@
+"""Evaluate a model: ``python -m akl_dist.evaluate model.path=DIR data=gsm8k evaluate.samples=8``.
+
+Engines and graders of a training run, without the rest: every problem of the data's evaluation side is sampled
+``evaluate.samples`` times at ``rollout.temperature`` and judged by the trainer's own verifier. Writes ``evaluation.json`` and
+prints a table. Each judged problem is on disk before the next round, so the same command with the same ``run_id`` goes on after
+a kill.
+
+Exit codes as of ``akl_dist.main``: 0 finished, 1 failed, 2 a mistake, 130 or 143 interrupted (what was judged is saved).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from akl_dist import job
+from akl_dist.cluster import environment, preflight
+from akl_dist.cluster.placement import evaluation_layout, lacks
+from akl_dist.config import typed
+from akl_dist.config.choices import GENERATED_RECIPES
+from akl_dist.config.command_line import ParsedCommand, check_command_line, help_text
+from akl_dist.config.compose import compose
+from akl_dist.config.schema import Config
+from akl_dist.config.validate import validate
+from akl_dist.contract.errors import AklError, ClusterError, DataError, RunError, UserError
+
+if TYPE_CHECKING:
+    from akl_dist.bookkeeping.journal import RunDirectory
+    from akl_dist.bookkeeping.sample_records import SampleFile
+    from akl_dist.contract.records import JudgedGroup, Prompt, RolloutGroup
+    from akl_dist.data.source import LoadedData
+    from akl_dist.rollout.pool import RolloutPool
+    from akl_dist.verify.pool import VerifyPool
+
+EXAMPLE = "python -m akl_dist.evaluate model.path=DIR data=gsm8k evaluate.samples=8 rollout.max_response_tokens=1024"
+EXPERIMENT = "evaluate"  # <output_dir>/evaluate/<run id>/: a training run of the same id keeps its own directory
+SAMPLED_WITH = ("model.path", "evaluate.samples", "evaluate.seed", "rollout.temperature", "rollout.max_response_tokens",
+                "rollout.dtype", "verify.kind")
+MANY_TRUNCATED = 0.1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    debug = any(a.replace(" ", "").lower() == "debug=true" for a in arguments)
+    try:
+        command = check_command_line(arguments)
+        if command.help:
+            print(help_text("akl_dist.evaluate", EXAMPLE))
+            return 0
+        config = configuration(command)
+    except AklError as error:
+        return job.complain(error, replace(Config(), debug=debug))
+    return run(config)
+
+
+def configuration(command: ParsedCommand) -> Config:
+    """The composed configuration. Without an experiment and without ``evaluate.num_problems`` the whole benchmark is evaluated.
+
+    Raises ConfigError (the command line, the values) and UserError (a sweep).
+    """
+    if command.multirun:
+        raise UserError("-m", got="a sweep", expected="one evaluation a command", stage="config",
+                        remedy="Call the command once per model.")
+    config = compose(command.overrides)
+    chosen = any(text.lstrip("+").startswith(("exp=", "evaluate.num_problems=")) for text in command.overrides)
+    if not chosen and config.data.recipe not in GENERATED_RECIPES:
+        config = replace(config, evaluate=replace(config.evaluate, num_problems=None))
+    validate(_without_training_limits(config))
+    if config.evaluate.num_problems == 0:
+        raise UserError("evaluate.num_problems", got="0", expected="at least 1, or null for all", stage="config",
+                        remedy="Write evaluate.num_problems=null.")
+    return config
+
+
+def _without_training_limits(config: Config) -> Config:
+    """The configuration with the token budgets of learner and reference wide enough, since neither takes part."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return replace(config, learner=replace(config.learner, max_tokens_per_micro_batch=longest),
+                   reference=replace(config.reference, max_tokens_per_batch=longest))
+
+
+def run(config: Config) -> int:
+    """One evaluation, or with ``dry_run=true`` the data report and what this machine lacks. Returns the exit code."""
+    from akl_dist.bookkeeping.journal import RunDirectory, new_run_id
+
+    config = replace(config, run_id=config.run_id or new_run_id())
+    directory = RunDirectory(Path(config.output_dir) / EXPERIMENT / str(config.run_id))
+    stop = _Stop()
+    try:
+        environment.prepare(config.cluster.address)
+        missing = _missing(config)
+        if config.dry_run:
+            job.say("\n".join([str(load(config).report), *(f"this machine lacks: {item}" for item in missing)]))
+            return 0
+        if missing:
+            raise ClusterError("this machine", got="; ".join(missing), expected="room for the engines", stage="cluster",
+                               remedy="Ask for fewer engines or devices.")
+        job.check_writable(directory.root)
+        with stop:
+            return _Evaluation(config, directory, load(config), stop).execute()
+    except AklError as error:
+        return job.complain(error, config)
+    except KeyboardInterrupt:
+        job.say(f"interrupted; the same command with run_id={config.run_id} goes on from there")
+        return job.INTERRUPTED_EXIT[signal.SIGINT]
+    except SystemExit as error:  # Ray's own SIGTERM handler, before ours is back in place
+        return job.INTERRUPTED_EXIT[signal.SIGTERM] if error.code == signal.SIGTERM else 1
+    except OSError as error:
+        return job.complain(RunError("file system", got=str(error), expected="files that can be written and read", stage="run",
+                                     remedy="Free space or mend permissions, then go on with the same run_id."), config)
+
+
+def load(config: Config) -> LoadedData:
+    """The evaluation side of the data, tokenised."""
+    from akl_dist.data.hub import model_folder
+    from akl_dist.data.source import load_evaluation
+    from akl_dist.verify.golds import invalid_gold
+
+    loaded = load_evaluation(config.data, model_folder(config.model.path), num_problems=config.evaluate.num_problems,
+                             invalid_gold=invalid_gold(config.verify.kind))
+    if not loaded.evaluation:
+        raise DataError("evaluation problems", got="0", expected="at least one", remedy=str(loaded.report), stage="data")
+    return loaded
+
+
+def _missing(config: Config) -> list[str]:
+    if environment.resolve_address(config.cluster.address) is not None:
+        return []
+    return lacks(evaluation_layout(config), [preflight.machine_resources(config)])
+
+
+class _Stop:
+    """SIGTERM asks for an end after the round that is under way."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def listen(self) -> None:
+        """Take SIGTERM (again: ``ray.init`` puts its own handler in place)."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        job.say("SIGTERM: finishing the round that is under way")
+
+    def __enter__(self) -> _Stop:
+        self._earlier = signal.getsignal(signal.SIGTERM)
+        self.listen()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        signal.signal(signal.SIGTERM, self._earlier)
+
+
+class _Evaluation:
+    """One evaluation in its directory: what is not on file yet is sampled and judged, then everything is summed up."""
+
+    def __init__(self, config: Config, directory: RunDirectory, loaded: LoadedData, stop: _Stop) -> None:
+        self.config, self.loaded, self.stop = config, loaded, stop
+        self.directory = directory
+        self.result = directory.root / "evaluation.json"
+
+    def execute(self) -> int:
+        from akl_dist.bookkeeping.journal import RunDirectory
+        from akl_dist.bookkeeping.sample_records import SampleFile
+
+        config = self.config
+        job.say(str(self.loaded.report))
+        directory = RunDirectory.create(config.output_dir, EXPERIMENT, str(config.run_id), typed.plain(config))
+        samples = SampleFile(directory.root / "samples.jsonl", identity=self._identity(), votes=config.verify.kind == "math")
+        done = samples.done
+        todo = [prompt for prompt in self.loaded.evaluation if prompt.prompt_id not in done]
+        if done:
+            job.say(f"{len(done)} problems are on file, {len(todo)} are left")
+        if todo:
+            self._sample(todo, samples)
+        if self.stop.requested and {p.prompt_id for p in self.loaded.evaluation} - samples.done:
+            job.say(f"interrupted; the same command with run_id={config.run_id} goes on from there")
+            return job.INTERRUPTED_EXIT[signal.SIGTERM]
+        self._conclude(samples)
+        return 0
+
+    def _identity(self) -> dict[str, Any]:
+        """What the samples depend on: settings, the prompts with their golds, and the weights (by size and time)."""
+        from akl_dist.data.hub import model_folder
+        from akl_dist.data.source import PromptSource
+
+        settings = {key: value for key, value in typed.leaves(self.config) if key in SAMPLED_WITH or key.startswith("data.")}
+        weights = sorted(model_folder(self.config.model.path).glob("*.safetensors"))
+        return {**settings, "prompts": PromptSource(self.loaded.evaluation, seed=0).fingerprint,
+                "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]}
+
+    def _sample(self, prompts: Sequence[Prompt], samples: SampleFile) -> None:
+        """Rounds of as many problems as fill the engines; the graders work on one round while the next is sampled."""
+        from akl_dist.data.hub import model_folder
+
+        config = self.config
+        with ExitStack() as shutdown:
+            engines, verify, sampling = self._start(str(model_folder(config.model.path)), shutdown)
+            size = max(1, -(-config.rollout.max_num_seqs * config.rollout.num_engines // config.evaluate.samples))
+            waiting: tuple[list[RolloutGroup], Any] | None = None
+            total = len(self.loaded.evaluation)
+            for start in range(0, len(prompts), size):
+                if self.stop.requested:
+                    break
+                rollouts = engines.sample(prompts[start : start + size], sampling)
+                if waiting:
+                    self._store(waiting[0], verify.collect(waiting[1]), samples)
+                    job.say(f"{len(samples.done)} of {total} problems")
+                waiting = (rollouts, verify.submit(rollouts))
+            if waiting:
+                self._store(waiting[0], verify.collect(waiting[1]), samples)
+                job.say(f"{len(samples.done)} of {total} problems")
+
+    def _start(self, model: str, shutdown: ExitStack) -> tuple[RolloutPool, VerifyPool, Any]:
+        """Cluster, engines and graders; ``shutdown`` closes them in the reverse order."""
+        from akl_dist.cluster.connect import connect
+        from akl_dist.cluster.gather import gather
+        from akl_dist.cluster.reserve import Reservation
+        from akl_dist.contract.records import Sampling
+        from akl_dist.rollout.launch import engine_settings
+        from akl_dist.rollout.pool import RolloutPool
+        from akl_dist.rollout.sampling import end_ids
+        from akl_dist.verify.pool import VerifyPool, VerifySettings
+
+        config, run_id = self.config, str(self.config.run_id)
+        connection = connect(config.cluster.address, num_cpus=config.cluster.num_cpus,
+                             object_store_mib=config.cluster.object_store_mib, say=job.say)
+        shutdown.callback(connection.close)
+        self.stop.listen()
+        limit = config.cluster.start_timeout_s
+        reservation = Reservation(evaluation_layout(config), run_id=run_id, log_dir=self.directory.logs, timeout_s=limit)
+        shutdown.callback(reservation.release)
+        ends = end_ids(model)
+        engines = RolloutPool(run_id=run_id, settings=engine_settings(config, model), timeout_s=config.rollout.timeout_s,
+                              actor_options=reservation.options("rollout"))
+        shutdown.callback(engines.close)
+        verify = VerifyPool(run_id=run_id, actor_options=reservation.options("verify"),
+                            settings=VerifySettings(model, ends, config.verify, config.roles, seed=config.seed))
+        shutdown.callback(verify.close)
+        gather({**engines.ready(), **verify.ready()}, timeout_s=limit, stage="cluster", doing="starting")
+        return engines, verify, Sampling(
+            group_size=config.evaluate.samples, temperature=config.rollout.temperature, end_ids=ends,
+            max_response_tokens=config.rollout.max_response_tokens, seed_key=("evaluate", config.evaluate.seed))
+
+    def _store(self, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup], samples: SampleFile) -> None:
+        from akl_dist.cluster.gather import fetch_all
+
+        arrays = fetch_all([group.arrays for group in judged], timeout_s=self.config.verify.batch_timeout_s, stage="verify",
+                           what=f"verdicts of {len(judged)} problems")
+        for group, verdicts, texts in zip(rollouts, judged, arrays, strict=True):
+            rows = zip(verdicts.verdicts, texts.extracted, texts.texts, group.response_lengths, group.finish_reasons,
+                       verdicts.answer_span_tokens, strict=True)
+            samples.append(group.prompt.source, group.prompt.prompt_id, [
+                {"status": verdict.status.value, "extracted": extracted, "reason": verdict.reason, "tokens": tokens,
+                 "truncated": finish == "length", "answer_span_tokens": span, "text": text}
+                for verdict, extracted, text, tokens, finish, span in rows])
+
+    def _conclude(self, samples: SampleFile) -> None:
+        """evaluation.json and the table. Raises RunError unless every problem has every sample."""
+        from akl_dist.bookkeeping.atomic import strict_json, write_text
+        from akl_dist.evaluation import summarise, table
+
+        config, expected = self.config, {}
+        for prompt in self.loaded.evaluation:
+            expected.setdefault(prompt.source, []).append(prompt.prompt_id)
+        results = summarise(samples.records, expected, samples=config.evaluate.samples)
+        report = self.loaded.report
+        write_text(self.result, strict_json({
+            "status": "finished", "model": config.model.path, "recipe": config.data.recipe,
+            "prompt": {"instruction": report.instruction, "system_prompt": config.data.system_prompt,
+                       "example": self.loaded.evaluation[0].text, "prompts_sha256": self._identity()["prompts"]},
+            "sampling": {"samples": config.evaluate.samples, "temperature": config.rollout.temperature,
+                         "max_response_tokens": config.rollout.max_response_tokens, "seed": config.evaluate.seed},
+            "data": report.as_dict()["evaluation"], "samples": "samples.jsonl",
+            "benchmarks": {name: one.to_dict() for name, one in results.items()}}, indent=2) + "\n")
+        job.say("\n" + table(results))
+        for name, one in results.items():
+            if one.truncated_fraction > MANY_TRUNCATED:
+                job.say(f"warning: {100 * one.truncated_fraction:.0f} % of the responses on {name} end at the limit of "
+                        f"{config.rollout.max_response_tokens} tokens and count as no answer: raise rollout.max_response_tokens.")
+        job.say(f"\nresult: {self.result}")
+
+
+def console() -> None:
+    """Entry point of the installed command."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    console()

@@ -1,0 +1,209 @@
+"""The command around the figures: what is evaluated, what is on file, what a kill leaves. A small stack stands for the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from akl_dist import evaluate
+from akl_dist.bookkeeping.sample_records import SampleFile
+from akl_dist.cluster.placement import evaluation_layout
+from akl_dist.config.command_line import check_command_line
+from akl_dist.config.compose import compose
+from akl_dist.contract.errors import RunError, UserError
+from akl_dist.contract.records import JudgedGroup, RolloutGroup, Sampling, Status, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["data=tiny", "evaluate.num_problems=6", "evaluate.samples=2", "rollout.max_num_seqs=4"]
+
+
+class Stack:
+    """Engines and graders of plain Python: sample s of a problem is right when s is even; two problems fill a round."""
+
+    def __init__(self, stop_after: int | None = None, stop=None, drop: str = "") -> None:
+        self.rounds: list[list[str]] = []
+        self.stop_after, self.stop, self.drop = stop_after, stop, drop
+
+    def sample(self, prompts, sampling):
+        self.rounds.append([prompt.prompt_id for prompt in prompts])
+        if self.stop_after == len(self.rounds):
+            self.stop.requested = True
+        size = sampling.group_size
+        return [RolloutGroup(prompt, (5,) * size, ("stop",) * (size - 1) + ("length",), 0, "e", None) for prompt in prompts]
+
+    def submit(self, rollouts):
+        return rollouts
+
+    def collect(self, rollouts):
+        size = len(rollouts[0].response_lengths)
+        verdicts = tuple(Verdict(Status.OK if s % 2 == 0 else Status.WRONG) for s in range(size))
+        arrays = SimpleNamespace(extracted=tuple(str(s) for s in range(size)), texts=tuple(f"text {s}\ud800" for s in range(size)))
+        return [JudgedGroup(one.prompt.prompt_id, verdicts, (3,) * size, arrays) for one in rollouts]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs the command with a stack of its own; everything but Ray is the real thing."""
+
+    def run(*arguments: str, stack: Stack | None = None) -> int:
+        made = stack or Stack()
+
+        def start(self, model, shutdown):
+            made.stop = self.stop
+            return made, made, Sampling(self.config.evaluate.samples, 1.0, 8, (1,), ("evaluate", 0))
+
+        monkeypatch.setattr(evaluate._Evaluation, "_start", start)
+        return evaluate.main([*SMALL, f"output_dir={tmp_path}", "run_id=r", *arguments])
+
+    monkeypatch.setattr("akl_dist.cluster.environment.prepare", lambda address: None)
+    monkeypatch.setattr("akl_dist.evaluate._missing", lambda config: [])
+    return run
+
+
+def test_whole_evaluation(command, tmp_path, capsys):
+    stack = Stack()
+    assert command(stack=stack) == 0
+    assert [len(ids) for ids in stack.rounds] == [2, 2, 2], "as many problems as fill the engines"
+    result = json.loads((tmp_path / "evaluate/r/evaluation.json").read_text())
+    one = result["benchmarks"]["tiny"]
+    assert (one["problems"], one["samples"], one["avg_at_k"]["mean"], one["pass_at_k"]["2"]["mean"]) == (6, 2, 0.5, 1.0)
+    assert (one["maj_at_k"]["mean"], one["truncated_fraction"]) == (0.5, 0.5)
+    assert result["sampling"]["samples"] == 2 and result["prompt"]["instruction"] == "none" and result["data"]["used"] == 6
+    out = capsys.readouterr().out
+    assert "avg@k (%)" in out and "50.0 +- 0.0" in out
+    assert "50 % of the responses on tiny end at the limit" in out
+
+
+def test_goes_on_after_an_interruption(command, tmp_path, capsys):
+    """SIGTERM in the second round: that round is kept, no result is written; the second call samples only what is left."""
+    first, second = Stack(stop_after=2), Stack()
+    assert command(stack=first) == 143
+    assert not (tmp_path / "evaluate/r/evaluation.json").exists()
+    assert "run_id=r goes on" in capsys.readouterr().out
+    assert command(stack=second) == 0
+    assert len(second.rounds) == 1
+    ids = [problem for round_ in first.rounds + second.rounds for problem in round_]
+    assert len(ids) == len(set(ids)) == 6
+    third = Stack()
+    assert command(stack=third) == 0 and third.rounds == [], "a finished evaluation prints its result again"
+
+
+def test_other_settings_are_never_mixed_in(command, capsys):
+    assert command(stack=Stack(stop_after=1)) == 143
+    assert command("evaluate.samples=3") == 2
+    assert "samples taken with other evaluate.samples" in capsys.readouterr().err
+    assert command("rollout.temperature=0.5") == 2
+    assert command("evaluate.num_problems=7") == 2, "other problems"
+    assert command("cluster.start_timeout_s=10") == 0, "how it runs is no part of what is sampled"
+
+
+def test_missing_samples_are_an_error(command, tmp_path, capsys):
+    assert command(stack=Stack()) == 0
+    (tmp_path / "evaluate/r/evaluation.json").unlink()
+    file = tmp_path / "evaluate/r/samples.jsonl"
+    lines = file.read_text().splitlines()
+    row = json.loads(lines[1])
+    row["samples"].pop()
+    file.write_text("\n".join([lines[0], json.dumps(row), *lines[2:]]) + "\n")
+    assert command() == 1
+    assert "1 missing" in capsys.readouterr().err and not (tmp_path / "evaluate/r/evaluation.json").exists()
+
+
+def test_mistakes(command, capsys):
+    for arguments, message in (
+        (["-m", "seed=1,2"], "one evaluation a command"),
+        (["evaluate.sample=8"], "evaluate.samples"),
+        (["evaluate.num_problems=0"], "at least 1, or null"),
+        (["data=nope"], "data"),
+        (["data=math500", "data.eval_path=/nowhere.jsonl"], "data.eval_path"),
+    ):
+        assert evaluate.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error
+
+
+def test_debug_raises(command):
+    with pytest.raises(UserError):
+        evaluate.main(["evaluate.num_problems=0", "debug=true"])
+
+
+def test_whole_benchmarks_unless_asked_otherwise():
+    def problems(*arguments):
+        command = check_command_line([*arguments, "model.path=Qwen/Qwen2.5-0.5B-Instruct"])
+        return evaluate.configuration(command).evaluate.num_problems
+
+    assert problems("data=gsm8k") is None
+    assert problems("data=aime24", "rollout.max_response_tokens=4096") is None, "the learner's token budget does not matter here"
+    assert problems("data=gsm8k", "evaluate.num_problems=100") == 100
+    assert problems("data=gsm8k", "evaluate.num_problems=null") is None
+    assert problems("data=tiny", "data.max_prompt_tokens=64") == 256
+
+
+def test_layout_holds_engines_and_graders_alone():
+    config = compose(["rollout.num_engines=3", "verify.num_workers=2", "learner.num_ranks=8"])
+    plan = evaluation_layout(config)
+    assert sorted({actor.role for actor in plan.actors}) == ["rollout", "verify"]
+    assert (len(plan.bundles), len(plan.of("rollout")), plan.demand["CPU"]) == (3, 3, 3.0)
+
+
+def test_sample_file(tmp_path):
+    path, identity = tmp_path / "s.jsonl", {"model": "m"}
+    sample = {"status": "ok", "extracted": None, "tokens": 3, "truncated": False, "answer_span_tokens": 0, "text": "\ud800"}
+    file = SampleFile(path, identity=identity, votes=True)
+    file.append("b", "p", [sample, sample])
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) - whole.index(b"\n") - 1):  # killed anywhere in the second line
+        path.write_bytes(whole[:-cut])
+        again = SampleFile(path, identity=identity, votes=True)
+        assert (again.records, path.read_bytes().count(b"\n")) == ([], 1)
+    path.write_bytes(whole)
+    again = SampleFile(path, identity=identity, votes=True)
+    assert again.records == file.records and again.done == {"p"}
+    with pytest.raises(UserError, match="other model"):
+        SampleFile(path, identity={"model": "n"}, votes=True)
+    path.write_bytes(whole.replace(b'"ok"', b'"fine"', 1))
+    with pytest.raises(RunError, match=r"damaged file \(line 2"):
+        SampleFile(path, identity=identity, votes=True)
+    path.write_bytes(whole[:5] + b"\n" + whole)
+    with pytest.raises(RunError, match="damaged"):
+        SampleFile(path, identity=identity, votes=True)
+
+
+def test_help_is_light():
+    code = ("import sys; from akl_dist.evaluate import main; assert main(['--help']) == 0; "
+            "print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'datasets') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "example: python -m akl_dist.evaluate model.path=DIR" in done.stdout and done.stdout.strip().endswith("[]")
+
+
+@pytest.mark.stack
+def test_on_the_real_stack_with_a_kill(tmp_path):
+    """Killed with SIGKILL between rounds and started again: the samples are those of an evaluation that was not."""
+    line = [sys.executable, "-m", "akl_dist.evaluate", "data=tiny", "evaluate.samples=2", "evaluate.num_problems=24",
+            "rollout.max_num_seqs=8", "cluster.address=local", "cluster.object_store_mib=200", f"output_dir={tmp_path}"]
+    dropped = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS")
+    env = {**{k: v for k, v in os.environ.items() if k not in dropped}, "PYTHONPATH": str(ROOT)}
+    whole = subprocess.run([*line, "run_id=whole"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    process = subprocess.Popen([*line, "run_id=cut"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for printed in process.stdout:
+        if " of 24 problems" in printed:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert not (tmp_path / "evaluate/cut/evaluation.json").exists()
+    again = subprocess.run([*line, "run_id=cut"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "problems are on file" in again.stdout
+    files = [(tmp_path / f"evaluate/{name}/samples.jsonl").read_bytes() for name in ("whole", "cut")]
+    assert files[0] == files[1]
+    results = [json.loads((tmp_path / f"evaluate/{name}/evaluation.json").read_text()) for name in ("whole", "cut")]
+    assert results[0] == results[1]
