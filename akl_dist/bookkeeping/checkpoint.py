@@ -34,7 +34,8 @@ class CheckpointState:
     """What a manifest says beside the files.
 
     ``counters`` are absolute (policy_version, optimizer_steps) beside the adaptive kl_coefficient of the next step;
-    ``prompt_source`` is ``PromptSource.state()``; ``evaluation`` holds initial, best and last; ``best_step`` is the step the best value belongs to, None before one.
+    ``prompt_source`` is ``PromptSource.state()``; ``evaluation`` holds initial, best and last;
+    ``best_step`` is the step the best value belongs to, None before one.
     """
 
     num_ranks: int

@@ -287,7 +287,8 @@ def test_planned_but_not_run() -> None:
 
 FREE_TEXT = {"experiment", "run_id", "output_dir", "resume", "cluster.address", "model.path", "data.name", "data.path",
              "data.anchor_path", "critic.path", "objective.policy_loss_module", "data.split", "data.eval_path",
-             "data.eval_split", "data.columns.prompt", "data.columns.answer", "data.columns.id", "data.system_prompt", "data.prompt_suffix", "rollout.replay", "objective.policy_loss"}
+             "data.eval_split", "data.columns.prompt", "data.columns.answer", "data.columns.id",
+             "data.system_prompt", "data.prompt_suffix", "rollout.replay", "objective.policy_loss"}
 
 
 def test_every_key_has_a_rule() -> None:
