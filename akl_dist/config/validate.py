@@ -51,6 +51,9 @@ def warnings(config: Config) -> list[str]:
         found.append(f"rollout.dtype={rollout.dtype} and model.dtype={config.model.dtype} differ: engine and learner "
                      "log-probs then differ, too.")
     found += objective_warnings(config)
+    if config.verify.kind == "code" and config.verify.allow_unsandboxed:
+        found.append("verify.allow_unsandboxed=true: where this machine cannot isolate them, generated programs run with this "
+                     "user's rights and network.")
     if config.learner.lr == 0:
         found.append("learner.lr=0: the weights never change.")
     if config.evaluate.num_problems == 0:
