@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = check_command_line(arguments)
         if command.help:
-            print(help_text("akl_dist.evaluate", EXAMPLE))
+            job.say(help_text("akl_dist.evaluate", EXAMPLE, sweeps=False))
             return 0
         config = configuration(command)
     except AklError as error:

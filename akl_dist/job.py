@@ -15,13 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from akl_dist.bookkeeping.console import printable
+from akl_dist.bookkeeping.console import printable, write_line
 from akl_dist.cluster import environment, preflight
 from akl_dist.cluster.placement import lacks, layout
 from akl_dist.cluster.plan_text import plan_text
 from akl_dist.config import typed
 from akl_dist.config.compose import config_hash, from_yaml
 from akl_dist.config.own_loss import check_own_loss
+from akl_dist.config.resolve import kl_roles
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import not_run_yet, validate, warnings
 from akl_dist.contract.errors import AklError, ClusterError, ConfigError, DataError, RunError, UserError
@@ -43,6 +44,7 @@ def dry_run(config: Config) -> int:
         environment.prepare(config.cluster.address)
         check_own_loss(config)
         lacking = preflight.lacking(config, layout(config))
+        check_replay(config)
         text = plan_text(config, layout(config), lacking=lacking, notes=warnings(config) + not_run_yet(config))
         if not any(item.startswith("hub:") for item in lacking):
             text += f"\n\n{load_data(config).report}"
@@ -78,6 +80,20 @@ def load_data(config: Config) -> LoadedData:
     return loaded
 
 
+def check_replay(config: Config, resumed: Checkpoint | None = None) -> None:
+    """Hold every dump that a replay will train from against the configuration, by its footer; before Ray starts."""
+    if config.rollout.replay is None:
+        return
+    from akl_dist.bookkeeping.rollout_dump import ReplayOrder, ReplayReader
+
+    reader, done = ReplayReader(config.rollout.replay), 0
+    order = ReplayOrder(reader.steps)
+    if resumed is not None:
+        done = resumed.step
+        order = ReplayOrder.resumed(reader.steps, step=done, prompt_source=resumed.state.prompt_source)
+    reader.check(order, steps=config.steps - done, prompts=config.rollout.prompts_per_step, group_size=config.rollout.group_size)
+
+
 def run(config: Config) -> int:
     """Train. Returns 0 finished, 1 failed, 2 user mistake, 130 or 143 interrupted."""
     from akl_dist.bookkeeping.journal import RunDirectory, failure_record, new_run_id
@@ -89,7 +105,7 @@ def run(config: Config) -> int:
     except AklError as error:  # a damaged result.json stays as it is: a person decides what it was worth
         return complain(error, config)
     if previous and previous["status"] == "finished" and previous["steps"] >= config.steps and config.resume == "auto":
-        print(f"run {config.run_id} is finished ({previous['steps']} steps): {directory.result}\n{directory.result.read_text()}")
+        say(f"run {config.run_id} is finished ({previous['steps']} steps): {directory.result}\n{directory.result.read_text()}")
         return 0
     attempt = Attempt(config, directory)
     try:
@@ -160,6 +176,7 @@ class Attempt:
         if loaded is not None:
             say(str(loaded.report))
         resumed = self._enter_directory()
+        check_replay(config, resumed)
         with ExitStack() as shutdown:
             progress = self._train(loaded, resumed, shutdown)
         return self._conclude(progress)
@@ -219,7 +236,7 @@ class Attempt:
         from akl_dist.bookkeeping.journal import Journal
         from akl_dist.cluster.connect import connect
         from akl_dist.loop import Progress, Run, train
-        from akl_dist.recorder import Alarms, StepRecorder, kl_roles
+        from akl_dist.recorder import Alarms, StepRecorder
 
         config = self.config
         connection = connect(config.cluster.address, num_cpus=config.cluster.num_cpus,
@@ -301,6 +318,6 @@ class Attempt:
 
 def say(message: str) -> None:
     """A whole line for people."""
-    print(printable(message, sys.stdout), flush=True)
+    write_line(message, sys.stdout)
 
 

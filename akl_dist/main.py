@@ -4,7 +4,8 @@ compose -> freeze -> validate -> preflight -> place -> build stages -> loop.trai
 configuration and the local files have been found sound.
 
 Exit codes: 0 finished (or a dry run whose configuration is sound), 1 a run that failed, 2 a mistake in the command,
-configuration or data, 130 after Ctrl-C, 143 after SIGTERM (state saved).
+configuration or data, 130 after Ctrl-C, 143 after SIGTERM (state saved). A dry run's does not depend on whether its output
+is read to the end (``| head``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from akl_dist import job
 from akl_dist.config.command_line import ParsedCommand, check_command_line, help_text, sweep
 from akl_dist.config.compose import compose
 from akl_dist.config.schema import Config
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = check_command_line(arguments)
         if command.help:
-            print(help_text("akl_dist.main", EXAMPLE))
+            job.say(help_text("akl_dist.main", EXAMPLE))
             return 0
         configs = [compose(overrides) for overrides in jobs(command)]
         if len(configs) > 1:  # a mistake in the last job shows before the first one starts
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     codes = []
     for number, config in enumerate(configs, start=1):
         if len(configs) > 1:
-            print(f"--- job {number} of {len(configs)}: {config.run_id}", flush=True)
+            job.say(f"--- job {number} of {len(configs)}: {config.run_id}")
         codes.append(run(config))
         if codes[-1] in (130, 143):  # a person or a scheduler wants the whole command to stop
             break
@@ -56,8 +58,6 @@ def jobs(command: ParsedCommand) -> list[list[str]]:
 
 def run(config: Config) -> int:
     """One job: validate, then a dry run or training."""
-    from akl_dist import job
-
     return job.dry_run(config) if config.dry_run else job.run(config)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from akl_dist.bookkeeping.console import Console
 from akl_dist.bookkeeping.journal import Journal
-from akl_dist.config.schema import KLConfig
 from akl_dist.contract.records import TrainingGroup
 from akl_dist.loop import Progress
 from akl_dist.verify.roles import likelihood_ratios
@@ -43,23 +42,16 @@ class StepRecorder:
         self._console.say(progress.evaluations["last"].text())
 
 
-def kl_roles(kl: KLConfig) -> tuple[str, ...]:
-    """Roles that have a KL term: those with a beta by ``objective.kl.strength``."""
-    reasoning = {"roles": kl.beta_reasoning, "equal": kl.beta_answer, "matched": max(kl.beta_reasoning, kl.beta_answer)}
-    answer = max(kl.beta_reasoning, kl.beta_answer) if kl.strength == "matched" else kl.beta_answer
-    betas = {"reasoning": reasoning[kl.strength], "answer": answer}
-    return tuple(role for role, beta in betas.items() if beta > 0)
-
-
 class Alarms:
     """Warnings that mean "these numbers do not say what you think". Each is given once.
 
     Args:
-        kl_roles: roles ("reasoning", "answer") that have a KL term.
+        kl_roles: roles ("reasoning", "answer") that have a KL term, with the keys that set its beta
+            (:func:`akl_dist.config.resolve.kl_roles`).
     """
 
-    def __init__(self, say: Callable[[str], None], *, kl_roles: Collection[str]) -> None:
-        self._say, self._constant_reward = say, 0
+    def __init__(self, say: Callable[[str], None], *, kl_roles: Mapping[str, str]) -> None:
+        self._say, self._constant_reward, self._beta_keys = say, 0, kl_roles
         self._quiet_steps = dict.fromkeys(kl_roles, 0)
         self._given: set[str] = set()
 
@@ -84,7 +76,7 @@ class Alarms:
         self._quiet_steps[role] = self._quiet_steps[role] + 1 if activity < QUIET_KL_ACTIVITY else 0
         if self._quiet_steps[role] >= QUIET_KL_STEPS:
             self._warn(f"kl {role}", f"the KL term of {role} tokens has been below {QUIET_KL_ACTIVITY:.0%} of the policy gradient "
-                                     f"for {QUIET_KL_STEPS} steps: it changes nothing. Raise objective.kl.beta_{role}.")
+                                     f"for {QUIET_KL_STEPS} steps: it changes nothing. Raise {self._beta_keys[role]}.")
 
     def _report_votes(self, metrics: dict[str, float]) -> None:
         ratios = likelihood_ratios([int(metrics[f"roles/votes_{i:03b}"]) for i in range(8)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,18 @@ def printable(message: str, stream: TextIO) -> str:
     """``message`` with what the stream's encoding cannot show escaped."""
     encoding = stream.encoding or "ascii"
     return message.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def write_line(message: str, stream: TextIO) -> None:
+    """A whole line (or several). Characters that the stream cannot show are escaped, not fatal; a reader that has gone
+    (``| head``) ends the printing, neither the work nor its exit code."""
+    try:
+        stream.write(printable(message, stream) + "\n")
+        stream.flush()
+    except BrokenPipeError:  # as the Python documentation advises: what is still buffered goes nowhere, also at the exit
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 class Console:
@@ -69,10 +82,9 @@ class Console:
         self.say(" | ".join(parts))
 
     def say(self, message: str) -> None:
-        """A whole line (or several). Characters that the stream cannot show are escaped, not fatal."""
+        """A whole line (or several); see :func:`write_line`."""
         self._clear()
-        self._stream.write(printable(message, self._stream) + "\n")
-        self._stream.flush()
+        write_line(message, self._stream)
 
     def final(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """The before/after table."""

@@ -155,11 +155,8 @@ def read_rollouts(path: Path) -> list[ReplayGroup]:
     try:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(str(path), got=f"an unreadable file ({error})", expected="a rollout dump", stage="rollout",
-                        remedy="Take the dump again.") from error
-    if not table.schema.equals(SCHEMA):
-        raise DataError(str(path), got=f"columns {', '.join(table.schema.names)}", stage="rollout",
-                        expected=f"columns {', '.join(SCHEMA.names)} with their types", remedy="Take the dump again.")
+        raise _unreadable(path, error) from error
+    _require_schema(path, table.schema)
     index = table.column("sample_index").to_pylist()
     starts = [row for row, sample in enumerate(index) if sample == 0]
     if not starts or starts[0] != 0:
@@ -167,6 +164,30 @@ def read_rollouts(path: Path) -> list[ReplayGroup]:
                         expected="whole groups from sample 0 on", remedy="Take the dump again.")
     return [_group(path, table.slice(start, end - start)) for start, end in
             zip(starts, [*starts[1:], len(index)], strict=True)]
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(str(path), got=f"an unreadable file ({error})", expected="a rollout dump", stage="rollout",
+                     remedy="Take the dump again.")
+
+
+def _require_schema(path: Path, schema: pa.Schema) -> None:
+    if not schema.equals(SCHEMA):
+        raise DataError(str(path), got=f"columns {', '.join(schema.names)}", stage="rollout",
+                        expected=f"columns {', '.join(SCHEMA.names)} with their types", remedy="Take the dump again.")
+
+
+def _dump_size(path: Path) -> tuple[int, int]:
+    """(rows, responses of the largest group) of a dump, from its footer: no row is read."""
+    try:
+        with pq.ParquetFile(path) as file:
+            _require_schema(path, file.schema_arrow)
+            footer, column = file.metadata, SCHEMA.get_field_index("sample_index")
+            leaf = [footer.schema.column(i).path for i in range(footer.num_columns)].index(SCHEMA.names[column])
+            parts = [footer.row_group(i).column(leaf).statistics for i in range(footer.num_row_groups)]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _unreadable(path, error) from error
+    return footer.num_rows, max((part.max + 1 for part in parts if part is not None and part.has_min_max), default=0)
 
 
 def _group(path: Path, table: pa.Table) -> ReplayGroup:
@@ -258,6 +279,21 @@ class ReplayReader:
     @property
     def steps(self) -> Sequence[int]:
         return sorted(self._files)
+
+    def check(self, order: ReplayOrder, *, steps: int, prompts: int, group_size: int) -> None:
+        """Whether ``order`` finds a dump for each of the next ``steps`` steps, and each holds ``prompts`` groups of ``group_size``
+        responses by its footer. ``order`` is used up.
+
+        Raises DataError: a dump that is missing, unreadable or of another size, with the keys to set.
+        """
+        for _ in range(steps):
+            step = order.take()
+            rows, size = _dump_size(self._files[step])
+            if (rows, size) != (prompts * group_size, group_size):
+                groups = f"{rows / size:g}" if size else "0"
+                raise DataError(f"rollout.replay, step {step}", got=f"{groups} prompts of {size} responses", stage="rollout",
+                                expected=f"{prompts} of {group_size} (rollout.prompts_per_step, rollout.group_size)",
+                                remedy=f"Set rollout.prompts_per_step={groups} rollout.group_size={size}.")
 
     def read(self, step: int) -> list[ReplayGroup]:
         """Groups of one step. Raises DataError naming the steps there are."""

@@ -159,7 +159,8 @@ def fetch_all(handles: Sequence[Handle], *, timeout_s: float, stage: str, what: 
     """The records behind handles, in order, in one request (a request per handle costs more than the arrays of a small one)."""
     wanted = {_ref(handle): None for handle in handles if _ref(handle) is not None}
     try:
-        found = dict(zip(wanted, ray.get(list(wanted), timeout=timeout_s), strict=True))
+        # Without a reference Ray is left alone: asked for nothing, it would start a cluster.
+        found = dict(zip(wanted, ray.get(list(wanted), timeout=timeout_s) if wanted else (), strict=True))
     except GetTimeoutError as error:
         raise DeadlineExceeded(
             what, got=f"not delivered within {timeout_s:g} s", expected="the arrays behind a handle",

@@ -1,4 +1,4 @@
-"""The text that ``dry_run=true`` prints: roles and devices, batch arithmetic, what this machine lacks. Stdlib only."""
+"""The text that ``dry_run=true`` prints: objective, roles and devices, batch arithmetic, what this machine lacks. Stdlib only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from akl_dist.cluster.placement import ROLES, Layout
 from akl_dist.config import models
-from akl_dist.config.schema import Config
+from akl_dist.config.resolve import kl_roles, resolved_objective
+from akl_dist.config.schema import Config, KLConfig
 
 UNITS = {"rollout": "engine", "verify": "grader", "reference": "process", "critic": "ZeRO-3 rank",
          "learner": "ZeRO-3 rank"}
@@ -38,21 +39,85 @@ def plan_text(config: Config, plan: Layout, *, lacking: Sequence[str] = (), note
 
 
 def _model_rows(config: Config) -> list[tuple[str, str]]:
-    objective, kl = config.objective, config.objective.kl
     sizes = models.sizes(config.model.path)
     size = "sizes unknown here" if sizes is None else (
         f"{_large(sizes.num_parameters)} parameters, {sizes.num_layers} layers, vocabulary {sizes.vocabulary:,}")
-    params = ", ".join(f"{name}={value}" for name, value in objective.policy_loss_params.items())
     return [
         ("model", f"{config.model.path} ({size}), {config.model.dtype}, engines {config.rollout.dtype}"),
         ("data", f"{config.data.recipe}" + (f" from {config.data.path or config.data.name}" if config.data.path or config.data.name
                                             else "")),
-        ("policy loss", f"{objective.policy_loss}({params}), anchor {objective.anchor}, {objective.aggregation}"),
-        ("KL on reasoning tokens", f"{kl.direction_reasoning}, beta {kl.beta_reasoning:g}"),
-        ("KL on answer tokens", f"{kl.direction_answer}, beta {kl.beta_answer:g}"),
-        ("KL estimator", f"{kl.estimator}, state weight {kl.state_weight}"),
+        *_objective_rows(config),
         ("token roles", config.roles.rule),
     ]
+
+
+def _objective_rows(config: Config) -> list[tuple[str, str]]:
+    """What the learner minimises, ``auto`` resolved and terms of zero weight left out."""
+    objective, cokl = resolved_objective(config), config.objective.cokl
+    params = ", ".join(f"{name}={_value(value)}" for name, value in objective.policy_loss_params.items()) or "default parameters"
+    norm = f"({objective.aggregation_norm})" if objective.aggregation == "seq_mean_token_sum_norm" else ""
+    correction = objective.correction
+    bounds = (f", at least {correction.low:g}" if correction.low is not None else "") + f", at most {correction.high:g}"
+    auto = " (auto)" if config.objective.correction.kind == "auto" else ""
+    rows = [
+        ("policy loss", f"{objective.policy_loss}({params}), anchor {objective.anchor}, {objective.aggregation}{norm}"),
+        ("advantage", _advantage(config)),
+        ("rollout correction", f"none{auto}" if correction.kind == "none" else
+         f"{correction.kind} of the {correction.level} ratio{bounds}{auto}"),
+        *_kl_rows(objective.kl),
+    ]
+    if cokl.beta > 0:
+        paper = cokl.estimator == "paper"
+        window = f"clip {cokl.clip:g}" if paper else f"ESS at least {cokl.min_ess_fraction:g} n"
+        drawn = "" if cokl.estimator == "group" else f", {cokl.reference_samples} reference responses a prompt"
+        scaled = ", log-probs a token" if cokl.length_normalize else ""
+        rows.append(("CoKL", f"beta {cokl.beta:g}, {cokl.estimator}{drawn}, {window}{scaled}, prompts {cokl.prompts}"))
+    if objective.entropy_coef > 0:
+        rows.append(("entropy bonus", f"{objective.entropy_coef:g}"))
+    if objective.overlong_buffer_tokens > 0:
+        last = f"the last {objective.overlong_buffer_tokens:,} of {config.rollout.max_response_tokens:,} tokens"
+        rows.append(("overlong penalty", f"up to {objective.overlong_penalty:g} over {last}"))
+    return rows
+
+
+def _advantage(config: Config) -> str:
+    objective, critic = config.objective, config.critic
+    if objective.advantage == "gae":
+        warm_up = f", {critic.warmup_steps} steps of its own first" if critic.warmup_steps else ""
+        return (f"gae (gamma {objective.gamma:g}, lambda {objective.gae_lambda:g}{', whitened' if critic.whiten else ''}), critic "
+                f"{critic.path or config.model.path}, lr {critic.lr:g}{warm_up}")
+    if objective.advantage in ("grpo", "rloo"):
+        return f"{objective.advantage}, {'' if objective.normalize_std else 'not '}divided by the group's standard deviation"
+    return objective.advantage
+
+
+def _kl_rows(kl: KLConfig) -> list[tuple[str, str]]:
+    """The betas that are used: ``objective.kl.strength`` may make them one."""
+    reasoning, answer = f"{kl.beta_reasoning:g}", f"{kl.beta_answer:g}"
+    by_role = {
+        "roles": (reasoning, answer),
+        "equal": (f"{answer} (strength equal)",) * 2,
+        "matched": (f"f * {answer} + (1 - f) * {reasoning} (strength matched, f = share of answer tokens)",) * 2,
+    }[kl.strength]
+    if not kl_roles(kl):
+        return [("KL to the reference", "none")]
+    estimator = [f"topk({kl.topk})" if kl.estimator == "topk" else kl.estimator]
+    if kl.placement == "reward":
+        estimator.append("in the reward")
+    else:
+        weighted = kl.state_weight == "cumulative" or (kl.state_weight == "token" and kl.estimator == "sampled")
+        bound = "" if not weighted else ", unbounded" if kl.max_weight is None else f" up to {kl.max_weight:g}"
+        estimator.append(f"state weight {kl.state_weight}{bound}")
+    if kl.kl_denominator != "tokens":
+        estimator.append(f"over the tokens of its {kl.kl_denominator}")
+    rows = [
+        ("KL on reasoning tokens", f"{kl.direction_reasoning}, beta {by_role[0]}"),
+        ("KL on answer tokens", f"{kl.direction_answer}, beta {by_role[1]}"),
+        ("KL estimator", ", ".join(estimator)),
+    ]
+    if kl.adaptive_target is not None:
+        rows.append(("adaptive betas", f"towards {kl.adaptive_target:g} nats a token, horizon {kl.adaptive_horizon} steps"))
+    return rows
 
 
 def _role_rows(plan: Layout) -> list[tuple[str, ...]]:
@@ -117,6 +182,10 @@ def _numbers(values: Sequence[int]) -> str:
 def _spread(values: Iterable[float]) -> str:
     distinct = sorted(set(values))
     return f"{distinct[0]:g}" if len(distinct) == 1 else f"{distinct[0]:g} to {distinct[-1]:g}"
+
+
+def _value(value: object) -> str:
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _number(value: float) -> str:

@@ -31,8 +31,10 @@ def lacking(config: Config, wanted: Layout) -> list[str]:
         out += [f"this machine alone: {item}" for item in lacks(wanted, [machine_resources(config)])]
     else:
         out.append(f"cluster: the one at {address} was not asked (a dry run does not connect)")
-    if not models.looks_local(config.model.path):
-        out.append(f"hub: model {config.model.path} is fetched when the run starts, unless it is in the cache")
+    critic = config.critic.path if config.objective.advantage == "gae" else None
+    for what, path in (("model", config.model.path), ("critic's model", critic)):
+        if path is not None and not models.looks_local(path) and (what == "model" or path != config.model.path):
+            out.append(f"hub: {what} {path} is fetched when the run starts, unless it is in the cache")
     if config.data.recipe not in GENERATED_RECIPES and config.data.path is None and config.rollout.replay is None:
         out.append(f"hub: data set of data.recipe={config.data.recipe} is fetched when the run starts (or set data.path=FILE)")
     return out

@@ -90,7 +90,6 @@ RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("objective.entropy_coef", 0, math.inf, True),
     ("objective.kl.beta_reasoning", 0, math.inf, True),
     ("objective.kl.beta_answer", 0, math.inf, True),
-    ("objective.kl.max_weight", 0, math.inf, False),
     ("objective.kl.topk", 1, math.inf, True),
     ("objective.kl.adaptive_target", 0, math.inf, False),
     ("objective.kl.adaptive_horizon", 1, math.inf, True),

@@ -7,11 +7,10 @@ unchanged. What Hydra would let pass or answer badly is refused here: unknown ke
 
 from __future__ import annotations
 
-import fnmatch
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,12 @@ from hydra.errors import HydraException
 
 from akl_dist.config import typed
 from akl_dist.config.compose import compose_plain, group_choices
-from akl_dist.contract.errors import ConfigError, UserError, nearest
+from akl_dist.contract.errors import ConfigError, UserError, beginning_with, nearest
 
 OPTIONS = {"-m": "multirun", "--multirun": "multirun", "-h": "help", "--help": "help"}
 MAY_BE_EMPTY = ("data.prompt_suffix", "data.system_prompt")  # the empty text means something else than null
 NEVER_SWEPT = ("run_id", "output_dir", "resume")
+MANY = 6  # more candidates than these are no advice
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,18 @@ def sweep(command: ParsedCommand, *, stamp: str) -> list[list[str]]:
     return [[*job, f"run_id={_quoted(f'multirun-{run_id}/{index:0{width}d}')}"] for index, job in enumerate(jobs)]
 
 
-def help_text(command: str, example: str) -> str:
-    """What ``--help`` prints: usage, an example, groups with their choices, keys with their defaults."""
-    lines = [f"usage: python -m {command} [+exp=NAME] [group=CHOICE ...] [key=value ...] [-m]", "", f"example: {example}", ""]
+def help_text(command: str, example: str, *, sweeps: bool = True) -> str:
+    """What ``--help`` prints: usage, an example, groups with their choices, keys with their defaults; with ``sweeps`` also -m."""
+    usage = f"usage: python -m {command} [+exp=NAME] [group=CHOICE ...] [key=value ...]" + " [-m]" * sweeps
+    lines = [usage, "", f"example: {example}", ""]
     lines += ["groups (group=CHOICE; +exp=NAME for an experiment):"]
     lines += [textwrap.fill(f"{group:14s} {', '.join(names)}", 110, initial_indent="  ", subsequent_indent=" " * 17)
               for group, names in group_choices().items()]
     lines += ["", "keys and defaults (key=value):"]
     lines += [f"  {key} = {_shown(typed.default(key))}" for key in typed.hints()]
-    return "\n".join([*lines, "", "-m runs every combination of comma lists and ranges, one after another: seed=0,1,2"])
+    if sweeps:
+        lines += ["", "-m runs every combination of comma lists and ranges, one after another: seed=0,1,2"]
+    return "\n".join(lines)
 
 
 class _Checker:
@@ -142,20 +145,35 @@ class _Checker:
     def _form(self, override: Override) -> UserError | None:
         line, key = override.input_line or "", override.key_or_group
         if (override.is_delete() or override.is_force_add()) and not override.is_hydra_override():
-            if key not in typed.hints() and key not in self.choices:
+            if not self._is_known(key):
                 return typed.unknown_key(key)
-            return _problem(key, got=line, expected="key=value", remedy="Every key exists already: set it (key=value or key=null).")
+            remedy = f"Every key exists already: write {line[2:]}." if override.is_force_add() else self._instead(key)
+            return _problem(key, got=line, expected="key=value", remedy=remedy)
         if key == "hydra" or override.is_hydra_override():
             return _problem(key, got=line, expected="hydra.searchpath only", remedy="Use output_dir=, run_id=, resume= or -m.")
         if override.package is not None:
             return _problem(key, got=line, expected="group=CHOICE without @package", remedy=f"Write {key}=...")
         if override.is_add() and key != "exp":
-            known = key in typed.hints() or key in self.choices
-            return _problem(line, got="a + override", expected="+exp=NAME only", remedy=f"Write {line[1:]}.") if known else (
-                typed.unknown_key(key))
+            return _problem(line, got="a + override", expected="+exp=NAME only",
+                            remedy=f"Write {line[1:]}.") if self._is_known(key) else typed.unknown_key(key)
         if key == "exp" and not override.is_add():
             return _problem(line, got="exp without +", expected="+exp=NAME", remedy=f"Write +{line}.")
         return None
+
+    def _is_known(self, key: str) -> bool:
+        free = {key, key.rpartition(".")[0]} & typed.free_form()
+        return bool(free) or key in typed.hints() or key in typed.sections() or key in self.choices
+
+    def _instead(self, key: str) -> str:
+        """What to write instead of ``~key``."""
+        if key in self.choices:
+            return f"Every group has a choice: write {key}=CHOICE, one of {', '.join(self.choices[key])}."
+        if key in typed.sections():
+            return f"A group of keys always exists: set its keys: {_below(key)}."
+        free = next(iter({key, key.rpartition(".")[0]} & typed.free_form()), None)
+        if free is not None:
+            return f"Write {free}={{name: value, ...}} for the whole dictionary ({free}={{}} empties it)."
+        return "Every key exists already: set it (key=value or key=null)."
 
     def _group(self, override: Override) -> str | None:
         group, names = override.key_or_group, self.choices[override.key_or_group]
@@ -171,8 +189,8 @@ class _Checker:
     def _key(self, override: Override) -> str | None:
         key, line = override.key_or_group, override.input_line or ""
         parent = key.rpartition(".")[0]
-        if parent in typed.free_form() or (key in typed.free_form() and isinstance(override.value(), dict)):
-            return f"++{line}"  # names inside are free for Hydra; validate() knows which exist
+        if parent in typed.free_form():
+            return line  # names inside are free here; validate() knows which exist
         if key in typed.sections():
             return self._section(key, override)
         if key not in typed.hints():
@@ -197,16 +215,16 @@ class _Checker:
         return line
 
     def _section(self, key: str, override: Override) -> str | None:
-        """``data.columns={prompt: q}``: names and types inside are checked after composition."""
+        """``data.columns={prompt: q}``: the names inside must exist; types are checked after composition."""
         if all(isinstance(value, dict) for value in _values(override)):
-            return override.input_line
+            unknown = {name: None for value in _values(override) for name in _names(key, value) if not self._is_known(name)}
+            self.problems.extend(typed.unknown_key(name) for name in unknown)
+            return None if unknown else override.input_line
         line, group = override.input_line or "", key.replace(".", "/")
         if override.value() in self.choices.get(group, []):
             self.problems.append(_problem(key, got=line, expected="a group, with /", remedy=f"Write {group}={override.value()}."))
             return None
-        below = [k for k in typed.hints() if k.startswith(key + ".")]
-        self.problems.append(_problem(key, got=line, expected=f"a key of the group ({below[0]}, ...)",
-                                      remedy=f"Set one of its keys: {', '.join(below[:6])}."))
+        self.problems.append(_problem(key, got=line, expected="a key of the group", remedy=f"Set one of its keys: {_below(key)}."))
         return None
 
     def _unknown_key(self, key: str, line: str) -> UserError:
@@ -217,6 +235,20 @@ class _Checker:
         if "/" in key or (group is not None and typed.nearest_key(key) is None):
             return _unknown("group", key, list(self.choices), subject=key)
         return typed.unknown_key(key)
+
+
+def _below(section: str) -> str:
+    """The first keys of a section, for a message."""
+    below = [key for key in typed.hints() if key.startswith(section + ".")]
+    return ", ".join(below[:MANY]) + (", ..." if len(below) > MANY else "")
+
+
+def _names(key: str, value: dict[Any, Any]) -> Iterator[str]:
+    """Dotted names of everything in a section's dictionary."""
+    for name, item in value.items():
+        yield f"{key}.{name}"
+        if isinstance(item, dict) and f"{key}.{name}" in typed.sections():
+            yield from _names(f"{key}.{name}", item)
 
 
 def _parse(line: str, problems: list[UserError]) -> Override | None:
@@ -259,9 +291,13 @@ def _search_folders(overrides: Sequence[Override], problems: list[UserError]) ->
 
 
 def _unknown(what: str, name: str, valid: list[str], *, subject: str = "") -> UserError:
-    close = nearest(name, valid) or next(iter(fnmatch.filter(valid, f"*{name}*")), None)
+    containing = [one for one in valid if name and name.lower() in one.lower()]
+    close = beginning_with(name, valid)
+    stem = min(close, key=len, default="")
+    if not close or len(close) > MANY or all(one.startswith(stem) for one in close):  # gsm: gsm8k, not gsm8k_math as well
+        close = [one for one in (nearest(name, valid),) if one] or containing[:1]
     return _problem(subject or name, got=f"unknown {what} {name}", expected=f"one of {', '.join(valid)}",
-                    remedy=f"Write {close}." if close else "Choose one of them.")
+                    remedy=f"Write {' or '.join(close)}." if close else "Choose one of them.")
 
 
 def _problem(subject: str, *, got: str, expected: str, remedy: str) -> UserError:

@@ -2,7 +2,8 @@
 
 Hydra composes, but its schema node is a *plain* dictionary of the dataclasses' defaults, and the result is converted by
 ``typed.build``: frozen dataclasses in Hydra's ConfigStore refuse every override, and OmegaConf's typed nodes repair values
-silently (``seed=1.5`` becomes 1). ``@hydra.main`` is not used: it would change output folders and logging, and answers
+silently (``seed=1.5`` becomes 1). Overrides of free-form dictionaries are applied after Hydra, which could only merge them
+(see _apply_free_form). ``@hydra.main`` is not used: it would change output folders and logging, and answers
 mistakes before this code runs. Sweeps keep Hydra's grammar and its sweeper's order (see command_line.sweep).
 """
 
@@ -20,8 +21,10 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from akl_dist.config import typed
@@ -30,6 +33,9 @@ from akl_dist.contract.errors import ConfigError, UserError
 
 # Where a run is written and how it is started, not what it computes.
 NOT_HASHED = ("run_id", "output_dir", "resume", "dry_run", "debug")
+
+# Each free-form dictionary with the key that names whose parameters it holds.
+NAMED_BY = {"objective.policy_loss_params": "objective.policy_loss"}
 
 
 @cache
@@ -63,6 +69,37 @@ def _hydra() -> Iterator[None]:
         yield
 
 
+def _split_free_form(overrides: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """Hydra's share of the overrides, and those of free-form dictionaries and of the keys that name them."""
+    shared, own = [], []
+    for line, override in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
+        key = override.key_or_group
+        is_own = {key, key.rpartition(".")[0]} & typed.free_form() or key in NAMED_BY.values()
+        if is_own and not override.is_delete() and not override.is_sweep_override():
+            own.append(override)
+        else:
+            shared.append(line)
+    return shared, own
+
+
+def _apply_free_form(composed: DictConfig, overrides: Sequence[Override]) -> None:
+    """Put the command line's free-form values over those of the files, from left to right.
+
+    ``params={...}`` replaces the dictionary, ``params.name=value`` changes one entry. A command line that names something
+    else than the files do (``objective.policy_loss=gspo`` over DAPO) drops the files' parameters, which were not meant for it.
+    """
+    for params, named_by in NAMED_BY.items():
+        named = [override for override in overrides if override.key_or_group == named_by]
+        if named:
+            of_files = OmegaConf.select(composed, named_by)
+            OmegaConf.update(composed, named_by, named[-1].value())
+            if OmegaConf.select(composed, named_by) != of_files:
+                OmegaConf.update(composed, params, {}, merge=False)
+    for override in overrides:
+        if override.key_or_group not in NAMED_BY.values():
+            OmegaConf.update(composed, override.key_or_group, override.value(), merge=False, force_add=True)
+
+
 def compose_plain(overrides: Sequence[str], *, with_hydra: bool = False) -> dict[str, Any]:
     """The composed configuration as nested dictionaries, interpolations resolved, types unchecked.
 
@@ -73,11 +110,13 @@ def compose_plain(overrides: Sequence[str], *, with_hydra: bool = False) -> dict
         ConfigError: Hydra or OmegaConf cannot compose them.
     """
     try:
+        shared, own = _split_free_form(overrides)
         with _hydra():
-            composed = hydra_compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
+            composed = hydra_compose("config", overrides=shared, return_hydra_config=with_hydra)
         if with_hydra:
             params = OmegaConf.select(composed, "hydra.sweeper.params")
             return {"sweep": {} if params is None else OmegaConf.to_container(params)}
+        _apply_free_form(composed, own)
         data = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__

@@ -1,13 +1,17 @@
 """A policy loss of the user's own, from the module that ``objective.policy_loss_module`` names.
 
-Validation only looks whether the module is there; :func:`check_own_loss` imports it, with torch, before anything starts.
+Validation only looks whether the module is there; :func:`check_own_loss` imports it and calls the loss once, with torch, before
+anything starts.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from akl_dist.config.choices import POLICY_LOSS_PARAMS
 from akl_dist.config.problems import Problems, problem
@@ -47,10 +51,11 @@ def _is_there(module: str) -> bool:
 
 
 def check_own_loss(config: Config) -> None:
-    """Import the module, where one is named, and hold its loss's signature against ``objective.policy_loss_params``.
+    """Import the module, where one is named, hold its loss's signature against ``objective.policy_loss_params``, and call the loss
+    once on two sequences of three tokens.
 
     Raises:
-        ConfigError: it cannot be imported, registers nothing, or lacks the loss or one of its parameters.
+        ConfigError: it cannot be imported, registers nothing, lacks the loss or one of its parameters, or the loss fails there.
     """
     objective = config.objective
     if objective.policy_loss_module is None:
@@ -62,6 +67,37 @@ def check_own_loss(config: Config) -> None:
         load_policy_loss_module(objective.policy_loss_module)
         subject = "objective.policy_loss"
         check_policy_loss(objective.policy_loss, objective.policy_loss_params)
+        _try_once(objective.policy_loss, objective.policy_loss_params)
     except ValueError as error:
         raise ConfigError([UserError(subject, got=str(error), expected="a policy loss of your own that the configuration fits",
                                      remedy="docs/changing_the_objective.md has a complete example.", stage="config")]) from error
+
+
+def _try_once(name: str, params: Mapping[str, Any]) -> None:
+    """One call on [2, 3] tokens close to the anchor, the last of the second row masked and NaN, one advantage of either sign.
+
+    Raises:
+        ValueError: the loss raises, has another shape, is not finite, or gives no finite gradient in ``logp``.
+    """
+    import torch
+
+    from akl_dist.objective import policy_loss
+
+    anchor = torch.tensor([[-0.5, -1.0, -2.0], [-0.2, -3.0, math.nan]])
+    logp = (anchor + torch.tensor([[0.0, 0.01, -0.01], [0.01, -0.01, 0.0]])).requires_grad_(True)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    where = f"policy loss {name!r} on a [2, 3] trial batch"
+    try:
+        loss = policy_loss(name, logp=logp, anchor_logp=anchor, advantages=torch.tensor([1.0, -1.0]), mask=mask, **params)
+        finite, trains = bool(loss.isfinite().all()), loss.requires_grad
+        if finite and trains:
+            loss.sum().backward()
+    except (Exception, SystemExit) as error:  # code of the user's own may raise anything; it is raised again, with its name
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    if not finite:
+        raise ValueError(f"{where}: a loss that is not finite: {loss.tolist()}")
+    gradient = logp.grad
+    if gradient is None or not bool(gradient.any()):
+        raise ValueError(f"{where}: no gradient in logp; weight logp, or a ratio made of it, and detach neither")
+    if not bool(gradient.isfinite().all()):
+        raise ValueError(f"{where}: a gradient in logp that is not finite: {gradient.tolist()}")

@@ -113,8 +113,8 @@ class KLConfig:
     estimator: str = "topk"  # sampled | topk | full (exact over the vocabulary)
     topk: int = 20  # reference's most probable tokens that estimator topk looks at
     state_weight: str = "token"  # token | cumulative | none (unweighted: what GRPO code in the wild does)
-    max_weight: float | None = 2.0  # truncation of the importance weight; null = none
-    placement: str = "loss"  # loss | reward (k1 return-to-go in the advantages: the exact full-sequence reverse KL)
+    max_weight: float | str | None = "auto"  # truncation of the importance weight; auto = 2, or 5 if cumulative; null = none
+    placement: str = "loss"  # loss | reward (k1 return-to-go in the advantages: on-policy the exact full-sequence reverse KL)
     kl_denominator: str = "tokens"  # tokens (shared with the policy loss) | role (tokens of the same role)
     strength: str = "roles"  # roles (each its own beta) | equal (both beta_answer) | matched (both
     # f * beta_answer + (1 - f) * beta_reasoning, f = the update's share of answer tokens: the total strength of AKL)

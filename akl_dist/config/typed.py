@@ -2,11 +2,13 @@
 
 Nothing is silently repaired: ``1.5`` for an integer, ``1`` for a boolean or a number for a text is refused, an integer for
 a float is the one widening allowed (and YAML's list for a tuple). OmegaConf's own typed nodes would turn 1.5 into 1.
+A leading ``~`` of a path (PATHS) becomes the home folder.
 """
 
 from __future__ import annotations
 
 import difflib
+import os.path
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -17,6 +19,8 @@ from typing import Any, NoReturn
 from akl_dist.config.schema import Config
 from akl_dist.contract.errors import UserError, nearest
 
+# Keys that may hold a path: a leading ~ means the home folder, which no shell expands after "key=".
+PATHS = ("output_dir", "resume", "model.path", "critic.path", "data.path", "data.eval_path", "data.anchor_path", "rollout.replay")
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -37,7 +41,7 @@ class FrozenDict(dict):
 
 @cache
 def hints() -> dict[str, Any]:
-    """Every leaf key in dotted form, with its type: ``{"seed": int, "objective.kl.max_weight": float | None, ...}``."""
+    """Every leaf key in dotted form, with its type: ``{"seed": int, "objective.kl.adaptive_target": float | None, ...}``."""
     return {path: hint for path, hint in _walk(Config, "") if not is_dataclass(hint)}
 
 
@@ -61,9 +65,10 @@ def _walk(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def is_text(key: str) -> bool:
-    """Whether a key holds text (or null)."""
+    """Whether a key holds text (or null), and no number."""
     hint = hints().get(key)
-    return str in (typing.get_args(hint) or (hint,))
+    members = typing.get_args(hint) or (hint,)
+    return str in members and float not in members
 
 
 def default(key: str) -> Any:
@@ -128,7 +133,7 @@ def convert(hint: Any, value: Any) -> Any:
         TypeError: it is of another type; the message is the expected type in words.
     """
     if _is_union(hint):
-        return None if value is None else convert(typing.get_args(hint)[0], value)
+        return None if value is None else _converted_to_one_of(hint, value)
     origin = typing.get_origin(hint)
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(typing.get_args(hint)):
         return tuple(convert(member, item) for member, item in zip(typing.get_args(hint), value, strict=True))
@@ -139,6 +144,17 @@ def convert(hint: Any, value: Any) -> Any:
     if origin is None and type(value) is hint:
         return value
     raise TypeError(expected_type(hint))
+
+
+def _converted_to_one_of(union: Any, value: Any) -> Any:
+    """``value`` as the first member of ``union`` that takes it."""
+    members = [member for member in typing.get_args(union) if member is not type(None)]
+    for member in members:
+        try:
+            return convert(member, value)
+        except TypeError:
+            continue
+    raise TypeError(" or ".join(expected_type(member) for member in members))
 
 
 def _is_union(hint: Any) -> bool:
@@ -172,10 +188,17 @@ def _build(cls: type, data: Mapping[str, Any], prefix: str, problems: list[UserE
                 problems.append(wrong_type(key, value, "a group of keys"))
         else:
             try:
-                values[name] = convert(hints[name], value)
+                values[name] = _expand_home(key, convert(hints[name], value))
             except TypeError as error:
                 problems.append(wrong_type(key, value, str(error)))
     return cls(**values)
+
+
+def _expand_home(key: str, value: Any) -> Any:
+    """``~`` and ``~/x`` of a path as the home folder; ``~name`` stays, it may be a file."""
+    if key in PATHS and isinstance(value, str) and (value == "~" or value.startswith("~/")):
+        return os.path.expanduser(value)
+    return value
 
 
 def plain(config: Config) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from akl_dist.contract.errors import ConfigError, DataError, ModelError, UserErr
 
 FLOAT32_GAP = 1e-3  # nats; engines and learner in float32 agree to about 1e-5
 BFLOAT16_MEAN_GAP = 0.05  # nats; the maximum over thousands of bfloat16 tokens is unbounded in practice
+_DUMP = re.compile(r"step_(\d+)\.parquet")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]*")
 
 
@@ -74,10 +75,13 @@ def not_run_yet(config: Config) -> list[str]:
     if config.reference.ranks_per_worker > 1:
         found.append(f"reference.ranks_per_worker={config.reference.ranks_per_worker}: a reference model sharded over several "
                      "devices is laid out and planned, not run yet.")
-    model = models.sizes(config.model.path)
-    if model is not None and model.num_experts:
-        found.append(f"model.path={config.model.path}: a mixture of {model.num_experts} experts is laid out and planned, not "
-                     "trained yet.")
+    trained = {"model.path": config.model.path}
+    if config.objective.advantage == "gae" and config.critic.path is not None:
+        trained["critic.path"] = config.critic.path
+    for key, path in trained.items():
+        model = models.sizes(path)
+        if model is not None and model.num_experts:
+            found.append(f"{key}={path}: a mixture of {model.num_experts} experts is laid out and planned, not trained yet.")
     return found
 
 
@@ -85,9 +89,9 @@ def _choices(config: Config) -> Problems:
     for key, valid in CHOICES.items():
         value = typed.value_of(config, key)
         if value not in valid:
-            close = nearest(value, valid) or next(iter(valid))
+            close = nearest(str(value), valid) or (valid[0] if len(valid) == 1 else None)
             rule = f"one of {', '.join(valid)}" if len(valid) > 1 else f"{close} (the only one so far)"
-            yield _problem(key, value, rule, f"Write {key}={close}.")
+            yield _problem(key, value, rule, f"Write {key}={close}." if close else "Choose one of them.")
 
 
 def _ranges(config: Config) -> Problems:
@@ -136,13 +140,22 @@ def _files(config: Config) -> Problems:
     if data.recipe in CODE_RECIPES and config.verify.kind != "code":
         yield _problem("verify.kind", config.verify.kind, f"code with data.recipe={data.recipe}, whose golds are tests",
                        "Write verify.kind=code.")
-    replay = config.rollout.replay
-    if replay is not None:
-        folder = Path(replay) / "rollouts" if (Path(replay) / "rollouts").is_dir() else Path(replay)
-        if not any(folder.glob("step_*.parquet")):
-            yield _problem("rollout.replay", replay, "a run directory with rollout dumps, or its rollouts folder (step_*.parquet)",
-                           "Name a run directory that was made with journal.dump_rollouts=true.", DataError)
+    if config.rollout.replay is not None:
+        yield from _replay(config.rollout.replay, config.steps)
     yield from _resume(config.resume)
+
+
+def _replay(replay: str, steps: int) -> Problems:
+    """Enough dumps for the steps; a run that goes on from a checkpoint needs those up to ``steps`` only. What is in the dumps is
+    compared by bookkeeping.rollout_dump.check_dumps."""
+    folder = Path(replay) / "rollouts" if (Path(replay) / "rollouts").is_dir() else Path(replay)
+    numbers = [int(found[1]) for file in folder.glob("step_*.parquet") if (found := _DUMP.fullmatch(file.name))]
+    if not numbers:
+        yield _problem("rollout.replay", replay, "a run directory with rollout dumps, or its rollouts folder (step_*.parquet)",
+                       "Name a run directory that was made with journal.dump_rollouts=true.", DataError)
+    elif steps > max(len(numbers), max(numbers)):
+        yield _problem("steps", steps, f"at most {len(numbers)}, the dumped steps of rollout.replay={replay}",
+                       f"Write steps={len(numbers)}.")
 
 
 def _resume(resume: str) -> Problems:
@@ -188,13 +201,17 @@ def _gpus(config: Config) -> Problems:
         if typed.value_of(config, key) > cluster.devices_per_node:
             yield _problem(key, typed.value_of(config, key), f"at most cluster.devices_per_node={cluster.devices_per_node} (one "
                            "engine or reference server stays on one node)", "Use fewer GPUs for one.")
-    parts = (rollout.num_engines * rollout.tensor_parallel_size, reference.num_workers * reference.ranks_per_worker,
-             config.learner.num_ranks)
-    needed, declared = max(parts) if cluster.layout == "colocated" else sum(parts), cluster.num_nodes * cluster.devices_per_node
+    critics = config.learner.num_ranks if config.objective.advantage == "gae" else 0
+    parts = {"engines": 0 if rollout.replay is not None else rollout.num_engines * rollout.tensor_parallel_size,
+             "reference": reference.num_workers * reference.ranks_per_worker, "critic": critics,
+             "learner": config.learner.num_ranks}
+    needed = max(parts.values()) if cluster.layout == "colocated" else sum(parts.values())
+    declared = cluster.num_nodes * cluster.devices_per_node
     if needed > declared:
+        taken = ", ".join(f"{role} {number}" for role, number in parts.items() if number)
         yield _problem("cluster.num_nodes", cluster.num_nodes, f"at least {math.ceil(needed / cluster.devices_per_node)}: the "
-                       f"{cluster.layout} layout takes {needed} GPUs (engines {parts[0]}, reference {parts[1]}, learner "
-                       f"{parts[2]}), the cluster is declared with {declared}", "Declare more nodes or use fewer devices.")
+                       f"{cluster.layout} layout takes {needed} GPUs ({taken}), the cluster is declared with {declared}",
+                       "Declare more nodes or use fewer devices.")
 
 
 def _batch(config: Config) -> Problems:
@@ -249,9 +266,10 @@ def _policy_loss(config: Config) -> Problems:
         return
     accepted = POLICY_LOSS_PARAMS.get(objective.policy_loss)
     if accepted is None:
-        close = nearest(objective.policy_loss, POLICY_LOSS_PARAMS) or "ppo"
+        close = nearest(objective.policy_loss, POLICY_LOSS_PARAMS)
         yield _problem("objective.policy_loss", objective.policy_loss, f"one of {', '.join(POLICY_LOSS_PARAMS)}",
-                       f"Write objective.policy_loss={close}.")
+                       f"Write objective.policy_loss={close}." if close else "Choose one of them, or register your own "
+                       "(objective.policy_loss_module).")
         return
     for name, value in objective.policy_loss_params.items():
         key = f"objective.policy_loss_params.{name}"
@@ -292,13 +310,15 @@ def _unused(config: Config) -> Problems:
 
 
 def _model(config: Config) -> Problems:
+    model: models.ModelSizes | None = None
     try:
         model = models.sizes(config.model.path)
     except ModelError as error:
         yield error
-        return
     if model is not None:
         yield from _model_rules(config, model)
+    if config.critic.path is not None and config.objective.advantage == "gae":
+        yield from _critic_model(config, config.critic.path, model)
 
 
 def _model_rules(config: Config, model: models.ModelSizes) -> Problems:
@@ -311,3 +331,25 @@ def _model_rules(config: Config, model: models.ModelSizes) -> Problems:
         yield _problem("rollout.max_response_tokens", config.rollout.max_response_tokens, "data.max_prompt_tokens + "
                        f"rollout.max_response_tokens at most {model.context}, the context of {config.model.path}",
                        f"Lower one of the two ({longest} now).")
+
+
+def _critic_model(config: Config, path: str, policy: models.ModelSizes | None) -> Problems:
+    """The value model reads the policy's token ids, so it has to share the vocabulary and hold the longest sequence."""
+    key, remedy = "critic.path", "Name a model of the policy's family, or leave critic.path out (the policy's own backbone)."
+    if not path.strip():
+        yield _problem(key, path, "a text that is not empty, or null", remedy)
+        return
+    try:
+        critic = models.sizes(path)
+    except ModelError as error:
+        yield ModelError(key, got=error.got, expected=error.expected, remedy=error.remedy, stage=error.stage)
+        return
+    if critic is None:
+        return
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if policy is not None and critic.vocabulary != policy.vocabulary:
+        yield _problem(key, path, f"a model with the {policy.vocabulary:,} token ids of model.path={config.model.path} (this one "
+                       f"has {critic.vocabulary:,})", remedy, ModelError)
+    elif longest > critic.context:
+        yield _problem(key, path, f"a context of at least {longest} tokens, data.max_prompt_tokens + rollout.max_response_tokens "
+                       f"(this one has {critic.context})", "Lower one of the two, or name another model.", ModelError)

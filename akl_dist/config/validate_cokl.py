@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from akl_dist.config.problems import Problems, Unread, problem
+from akl_dist.config.resolve import kl_roles
 from akl_dist.config.schema import CoKLConfig, Config
 
 FROM_REFERENCE = ("paper", "reference_buffer")  # estimators that need responses drawn from the reference
@@ -59,7 +60,7 @@ def cokl_unread(config: Config) -> Iterator[Unread]:
 
 def cokl_warnings(config: Config) -> Iterator[str]:
     """Settings of the term that are allowed and probably not meant, one sentence each."""
-    cokl, kl = config.objective.cokl, config.objective.kl
-    if cokl.beta > 0 and kl.beta_reasoning + kl.beta_answer > 0:
+    cokl = config.objective.cokl
+    if cokl.beta > 0 and kl_roles(config.objective.kl):
         yield (f"objective.cokl.beta={cokl.beta:g} beside a full KL term: that one anchors wrong responses and the probability of "
                "being correct, which CoKL is there to leave free (objective.kl.beta_reasoning=0 objective.kl.beta_answer=0).")

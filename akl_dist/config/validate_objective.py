@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from akl_dist.config.choices import ROLLOUT_ANCHORED
 from akl_dist.config.problems import Problems, Unread, problem
-from akl_dist.config.resolve import carries_rollout_ratio
-from akl_dist.config.schema import Config, CriticConfig
+from akl_dist.config.resolve import carries_rollout_ratio, kl_max_weight, kl_roles
+from akl_dist.config.schema import Config, CriticConfig, KLConfig
 from akl_dist.config.validate_cokl import cokl_problems, cokl_unread, cokl_warnings
 
 CORRECTING = ("tis", "icepop", "mis")
@@ -24,6 +25,7 @@ def objective_problems(config: Config) -> Problems:
     yield from _correction(config)
     yield from _length_penalty(config)
     yield from _dynamic_sampling(config)
+    yield from _critic(config)
     yield from cokl_problems(config)
 
 
@@ -66,8 +68,12 @@ def objective_warnings(config: Config) -> Iterator[str]:
         yield (f"objective.anchor=old with objective.policy_loss={objective.policy_loss}: its trust region is then a distance to "
                "the learner's policy at the start of the step; the paper measures it to the policy that sampled (anchor=rollout).")
     kl, rollout = config.objective.kl, config.rollout
-    if kl.beta_reasoning == 0 and kl.beta_answer == 0:
-        yield "both betas of objective.kl are 0: no KL term."
+    one_strength = kl.strength == "equal"
+    if not kl_roles(kl):
+        yield "objective.kl.beta_answer=0: no KL term." if one_strength else "both betas of objective.kl are 0: no KL term."
+    if one_strength and kl.beta_reasoning not in (KLConfig.beta_reasoning, kl.beta_answer):
+        yield (f"both roles take objective.kl.beta_answer={kl.beta_answer:g}: objective.kl.strength=equal does not read "
+               f"objective.kl.beta_reasoning={kl.beta_reasoning:g}.")
     if kl.max_weight is None and kl.estimator == "sampled" and kl.placement == "loss" and kl.state_weight != "none":
         yield "objective.kl.max_weight=null: importance weights of the KL term are unbounded."
     if kl.state_weight == "none":
@@ -82,9 +88,10 @@ def objective_warnings(config: Config) -> Iterator[str]:
 
 
 def _kl(config: Config) -> Problems:
-    kl = config.objective.kl
-    if kl.max_weight is not None and kl.max_weight < 1:
-        yield problem("objective.kl.max_weight", kl.max_weight, "at least 1 (on-policy weights are 1), or null", "2 is usual.")
+    kl, weight = config.objective.kl, kl_max_weight(config.objective.kl)
+    if isinstance(weight, str) or (weight is not None and not 1 <= weight < math.inf):
+        yield problem("objective.kl.max_weight", kl.max_weight, "a number of at least 1 (on-policy weights are 1), auto, or null "
+                      "for untruncated", "auto is 2 for weights of one token and 5 for cumulative ones.")
     if kl.state_weight == "none" and kl.estimator != "sampled":
         yield problem("objective.kl.state_weight", "none", f"token or cumulative with objective.kl.estimator={kl.estimator}: "
                       "its divergences are not sampled, so there is no weight of the current token to leave out",
@@ -92,17 +99,18 @@ def _kl(config: Config) -> Problems:
     if kl.strength == "matched" and kl.kl_denominator == "role":
         yield problem("objective.kl.strength", "matched", "roles or equal with objective.kl.kl_denominator=role: the match is by "
                       "shares of one token count, which that denominator divides out", "Write objective.kl.kl_denominator=tokens.")
-    if kl.adaptive_target is not None and kl.beta_reasoning == 0 and kl.beta_answer == 0:
-        yield problem("objective.kl.adaptive_target", kl.adaptive_target, "null with both betas 0: there is nothing to adapt",
+    if kl.adaptive_target is not None and not kl_roles(kl):
+        betas = "objective.kl.beta_answer=0 (and strength=equal)" if kl.strength == "equal" else "both betas 0"
+        yield problem("objective.kl.adaptive_target", kl.adaptive_target, f"null with {betas}: there is nothing to adapt",
                       "Give a beta, or leave objective.kl.adaptive_target out.")
 
 
 def _kl_in_reward(config: Config) -> Problems:
-    """A return of k1 is the reverse KL of the whole sequence, and only that."""
+    """A return of k1 is, on-policy, the reverse KL of the whole sequence, and only that."""
     kl = config.objective.kl
-    for role, beta in (("reasoning", kl.beta_reasoning), ("answer", kl.beta_answer)):
+    for role in kl_roles(kl):
         direction = getattr(kl, f"direction_{role}")
-        if beta > 0 and direction != "reverse":
+        if direction != "reverse":
             yield problem(f"objective.kl.direction_{role}", direction, "reverse with objective.kl.placement=reward: k1 summed is "
                           "the reverse KL; no return has the forward KL's gradient, and k3 in the reward has that of none",
                           f"Write objective.kl.direction_{role}=reverse, or objective.kl.placement=loss.")
@@ -112,9 +120,9 @@ def _kl_in_reward(config: Config) -> Problems:
     if kl.kl_denominator != "tokens":
         yield problem("objective.kl.kl_denominator", kl.kl_denominator, "tokens with objective.kl.placement=reward: what is in the "
                       "reward is divided as the policy loss is", "Write objective.kl.kl_denominator=tokens.")
-    if kl.state_weight == "cumulative":
+    if kl.state_weight != "token":
         yield problem("objective.kl.state_weight", kl.state_weight, "token with objective.kl.placement=reward: it already is the "
-                      "exact full-sequence KL, and nothing is weighted", "Write objective.kl.state_weight=token.")
+                      "full-sequence KL, and nothing is weighted", "Write objective.kl.state_weight=token.")
 
 
 def _correction(config: Config) -> Problems:
@@ -138,6 +146,13 @@ def _length_penalty(config: Config) -> Problems:
     if buffer > longest:
         yield problem("objective.overlong_buffer_tokens", buffer, f"at most rollout.max_response_tokens={longest}: it is the last "
                       "part of the longest response", f"Write objective.overlong_buffer_tokens={max(longest // 4, 1)}.")
+
+
+def _critic(config: Config) -> Problems:
+    warmup = config.critic.warmup_steps
+    if config.objective.advantage == "gae" and warmup >= config.steps:
+        yield problem("critic.warmup_steps", warmup, f"below steps={config.steps}: in those steps the critic alone trains, so the "
+                      "policy never would", f"Write critic.warmup_steps={config.steps // 10}, or more steps.")
 
 
 def _dynamic_sampling(config: Config) -> Problems:

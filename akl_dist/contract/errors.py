@@ -11,9 +11,19 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name closest in spelling to ``name``, or None when nothing is close."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return close[0] if close else None
+    """The valid name closest in spelling to ``name`` whatever its case, or None when nothing is close.
+
+    Names that begin with the typed text come first (``drpo`` -> ``drpo_paper``, not ``grpo``).
+    """
+    spelt = {one.lower(): one for one in reversed(list(valid))}
+    begun = beginning_with(name, spelt.values())
+    close = difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.6)
+    return min(begun, key=len) if begun else spelt[close[0]] if close else None
+
+
+def beginning_with(name: str, valid: Iterable[str]) -> list[str]:
+    """The valid names that the typed text begins, whatever its case; none for a single letter, which says too little."""
+    return [one for one in valid if len(name) > 1 and one.lower().startswith(name.lower())]
 
 
 class AklError(Exception):

@@ -2,9 +2,10 @@
 
     loss += beta * sum over responses j of  c_j log pi(y_j) / (prompts with a term, over all ranks)
 
-Which prompts have a term follows from verdicts, so the denominator is known on the driver before the first forward pass. The
-responses of one prompt are on one rank. Correct responses of the policy are in the update's micro-batches anyhow; those of
-the reference get micro-batches of their own and take part in nothing else.
+Which prompts have a term follows from verdicts, so the denominator is known on the driver before the first forward pass, and an
+update with such prompts is carried out even where none of its own responses trains. The responses of one prompt are on one rank.
+Correct responses of the policy are in the update's micro-batches anyhow; those of the reference get micro-batches of their own and
+take part in nothing else.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def plan_cokl(
     plans: Sequence[UpdatePlan], groups: Sequence[TrainingGroup], reference_samples: Sequence[ReferenceSamples], *,
     cokl: CoKLConfig, num_ranks: int, capacity: int,
 ) -> CoklPlan:
-    """Where each prompt's term is computed: with its group, or dealt by tokens for anchor prompts.
+    """Where each prompt's term is computed: with its group where it needs the policy's responses; else, from reference responses
+    alone, dealt by tokens, whether or not a response of its group trains.
 
     Args:
         plans: of the step's updates, in order.
@@ -92,11 +94,14 @@ def plan_cokl(
     needed: list[dict[int, ReferenceSamples]] = [{} for _ in range(num_ranks)]
     updates = []
     for plan, anchors, members in zip(plans, anchor_parts, group_parts, strict=True):
+        candidates = len(anchors if anchored else members)
         if anchored:
-            candidates = len(anchors)
-            dealt = _anchor_prompts([(int(a), reference_samples[a]) for a in anchors], cokl.estimator, num_ranks)
+            dealt = _dealt([_prompt(-1 - int(a), None, reference_samples[a], cokl.estimator) for a in anchors], cokl.estimator,
+                           num_ranks)
+        elif cokl.estimator == "reference_buffer":
+            dealt = _dealt([_prompt(int(g), None, by_id.get(_id(groups[g])), cokl.estimator) for g in members], cokl.estimator,
+                           num_ranks)
         else:
-            candidates = len(members)
             dealt = [[_prompt(g, groups[g], by_id.get(_id(groups[g])), cokl.estimator) for g in own] for own in plan.groups]
         ranks = [[prompt for prompt in own if _has_term(prompt, cokl.estimator)] for own in dealt]
         for rank, own in enumerate(ranks):
@@ -112,10 +117,11 @@ def _id(group: TrainingGroup) -> str:
     return group.labelled.rollout.prompt.prompt_id
 
 
-def _prompt(number: int, group: TrainingGroup, samples: ReferenceSamples | None, estimator: str) -> CoklPrompt:
-    rollout, sizes = group.labelled.rollout, {}
-    current = []
-    if estimator != "reference_buffer":
+def _prompt(number: int, group: TrainingGroup | None, samples: ReferenceSamples | None, estimator: str) -> CoklPrompt:
+    """``group`` is None where the policy's responses are no members."""
+    current, sizes = [], {}
+    if group is not None:
+        rollout = group.labelled.rollout
         verdicts = zip(group.labelled.judged.verdicts, group.trains, strict=True)
         current = [(number, index) for index, (verdict, trains) in enumerate(verdicts) if trains and verdict.correct]
         prompt_tokens = len(rollout.prompt.token_ids)
@@ -129,9 +135,8 @@ def _reference_sizes(number: int, samples: ReferenceSamples) -> dict[SampleKey, 
     return {(number, -1 - index): row_tokens(prompt_tokens, n) for index, n in enumerate(samples.response_lengths)}
 
 
-def _anchor_prompts(anchors: Sequence[tuple[int, ReferenceSamples]], estimator: str, num_ranks: int) -> list[list[CoklPrompt]]:
-    prompts = [CoklPrompt(-1 - index, (), tuple(sizes), sizes) for index, samples in anchors
-               for sizes in [_reference_sizes(-1 - index, samples)]]
+def _dealt(prompts: Sequence[CoklPrompt], estimator: str, num_ranks: int) -> list[list[CoklPrompt]]:
+    """Those with a term, dealt to ranks by their tokens."""
     prompts = [prompt for prompt in prompts if _has_term(prompt, estimator)]
     hands = deal([sum(prompt.sizes.values()) for prompt in prompts], num_ranks)
     return [[prompts[i] for i in hand] for hand in hands]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from akl_dist.config.resolve import kl_max_weight
 from akl_dist.config.schema import KLConfig, ObjectiveConfig
 from akl_dist.learner.batch import MicroBatch
 from akl_dist.learner.step_metrics import MAXIMA, SUMS, StepResult, policy_sums, stacked
@@ -29,6 +30,7 @@ from akl_dist.objective import (
     kl_to_go,
     kl_value_k1,
     kl_value_k3,
+    loss_log_ratio,
     masked_log_ratio,
     policy_loss,
     policy_statistics,
@@ -140,6 +142,7 @@ class _Terms:
         self.anchor = self._anchor()
         self.outcome = batch.grid(batch.advantages)
         self.advantages = self._advantages()
+        self.max_weight = kl_max_weight(objective.kl)
         self.correction = self._correction()
         self.exact = objective.kl.estimator != "sampled"
         if self.exact and statistics.kl_forward is None:
@@ -159,12 +162,13 @@ class _Terms:
         return self.objective.kl.placement == "reward"
 
     def _advantages(self) -> Tensor:
-        """Per token. With placement ``reward`` less the KL to go, at the policy of the anchor (start of the step or rollout)."""
+        """Per token. With placement ``reward`` less the KL to go, k1 = log(pi/ref) at the policy in training: at the anchor's,
+        its distance to pi (the engine's gap) would count as KL."""
         if self.objective.kl.placement not in ("loss", "reward"):
             raise ValueError(f"objective.kl.placement is {self.objective.kl.placement!r}, expected 'loss' or 'reward'")
         if not self.in_reward:
             return self.outcome
-        to_go = kl_to_go(logp=self.anchor, ref_logp=self.ref_logp, answer_mask=self.answer, mask=self.mask,
+        to_go = kl_to_go(logp=self.logp.detach(), ref_logp=self.ref_logp, answer_mask=self.answer, mask=self.mask,
                          beta_reasoning=self.betas.reasoning, beta_answer=self.betas.answer)
         return self.outcome - to_go
 
@@ -199,7 +203,7 @@ class _Terms:
             kl_forward=self.fields["kl_forward"], kl_reverse=self.fields["kl_reverse"], logp=self.logp,
             behaviour_logp=self.rollout_logp, answer_mask=self.answer, mask=self.mask, beta_reasoning=self.betas.reasoning,
             beta_answer=self.betas.answer, direction_reasoning=kl.direction_reasoning, direction_answer=kl.direction_answer,
-            state_weight=kl.state_weight, max_weight=kl.max_weight,
+            state_weight=kl.state_weight, max_weight=self.max_weight,
         )
 
     def _sampled_kl(self, logp: Tensor) -> Tensor:
@@ -208,14 +212,14 @@ class _Terms:
         return akl_loss(
             logp=logp, ref_logp=self.ref_logp, behaviour_logp=self.rollout_logp, answer_mask=self.answer, mask=self.mask,
             beta_reasoning=self.betas.reasoning, beta_answer=self.betas.answer, direction_reasoning=kl.direction_reasoning,
-            direction_answer=kl.direction_answer, state_weight=kl.state_weight, max_weight=kl.max_weight,
+            direction_answer=kl.direction_answer, state_weight=kl.state_weight, max_weight=self.max_weight,
         )
 
     def _state_weights(self) -> StateWeights:
         kl = self.objective.kl
         return state_weights(
             logp=self.logp, behaviour_logp=self.rollout_logp, mask=self.mask, state_weight=kl.state_weight,
-            max_weight=kl.max_weight, include_current=not self.exact,
+            max_weight=self.max_weight, include_current=not self.exact,
         )
 
     # --- metrics -------------------------------------------------------------------------------------------------
@@ -224,7 +228,9 @@ class _Terms:
         """Add the sums of this micro-batch to ``sums``; returns the maxima."""
         mask, logp, fields = self.mask, self.logp.detach(), self.fields
         gradient = token_gradient(lambda x: self._uncorrected(x, self.advantages), logp)
-        policy = policy_statistics(logp=logp, anchor_logp=self.anchor, advantages=self.advantages, mask=mask, gradient=gradient)
+        policy = policy_statistics(
+            log_ratio=loss_log_ratio(self.objective.policy_loss, logp=logp, anchor_logp=self.anchor, mask=mask),
+            advantages=self.advantages, mask=mask, gradient=gradient)
         mismatch = masked_log_ratio(self.old_logp, self.rollout_logp, mask)  # the engine's, so before the policy has moved
         weight = select(bounded_log_ratio(masked_log_ratio(logp, self.rollout_logp, mask)).exp(), mask).double()
         outcome = gradient if not self.in_reward else token_gradient(lambda x: self._uncorrected(x, self.outcome), logp)
@@ -239,8 +245,9 @@ class _Terms:
             "kl_k1": kl_value_k1(logp=logp, ref_logp=self.ref_logp, mask=mask).double().sum(),
             "kl_k3": kl_value_k3(logp=logp, ref_logp=self.ref_logp, mask=mask).double().sum(),
             "mismatch": mismatch.abs().double().sum(), "weight": weight.sum(), "weight_squared": (weight**2).sum(),
-            "truncated": self._state_weights().truncated.sum(),
         }
+        if not self.in_reward and self.objective.kl.state_weight != "none":
+            sums |= {"kl_weighted": mask.sum(), "truncated": self._state_weights().truncated.sum()}
         if self.exact:
             sums |= {name: select(fields[name].double(), mask).sum() for name in ("kl_forward", "kl_reverse")}
         sums |= self._correction_sums() | self._reward_sums() | self._trust_sums(gradient)
@@ -282,7 +289,7 @@ class _Terms:
     def _reward_sums(self) -> dict[str, Tensor]:
         if not self.in_reward:
             return {}
-        k1 = kl_value_k1(logp=self.anchor, ref_logp=self.ref_logp, mask=self.mask)
+        k1 = kl_value_k1(logp=self.logp, ref_logp=self.ref_logp, mask=self.mask)
         roles = role_sums(k1, answer_mask=self.answer, mask=self.mask)
         return {"kl_reward_reasoning": self.betas.reasoning * roles.reasoning, "kl_reward_answer": self.betas.answer * roles.answer}
 

@@ -17,8 +17,8 @@ from akl_dist.objective import PolicyStatistics, activity_ratio, direction_cosin
 SUMS = (
     "loss", "policy_loss", "kl_loss_reasoning", "kl_loss_answer", "tokens", "answer_tokens", "entropy", "kl_k1", "kl_k3",
     "kl_forward", "kl_reverse", "kl_reward_reasoning", "kl_reward_answer", "ratio", "clipped", "clamped", "mismatch", "weight",
-    "weight_squared", "truncated", "correction_weight", "correction_weight_squared", "correction_rejected", "trust_tokens",
-    "trust_deviation", "trust_negative",
+    "weight_squared", "kl_weighted", "truncated", "correction_weight", "correction_weight_squared", "correction_rejected",
+    "trust_tokens", "trust_deviation", "trust_negative",
     "activity_kl_reasoning", "activity_kl_answer", "activity_policy_reasoning", "activity_policy_answer",
     "forward_reasoning", "forward_answer", "reverse_reasoning", "reverse_answer", "dot_reasoning", "dot_answer",
 )  # fmt: skip
@@ -47,7 +47,8 @@ def policy_sums(policy: PolicyStatistics) -> dict[str, Tensor]:
 def metrics_from_sums(sums: Mapping[str, float], maxima: Mapping[str, float], *, updates: int, exact: bool) -> dict[str, float]:
     """Flat metrics from globally added sums of ``updates`` optimizer steps. What is undefined is absent, never NaN.
 
-    Losses are means over the optimizer steps; the others means over tokens. ``objective/ess`` is the effective sample
+    Losses are means over the optimizer steps; the others means over tokens. ``objective/ratio_*`` and ``clamped_fraction`` are
+    of the ratio that the policy loss clips (:func:`~akl_dist.objective.loss_log_ratio`). ``objective/ess`` is the effective sample
     size of the weights pi/mu over the number of tokens, 1 where the two policies agree; pi is the policy of the update
     at hand, so with several updates it also falls as the policy moves.
     ``objective/rollout_mismatch_*`` is |log old - log mu|, old being the learner's policy at the start of the step: what
@@ -65,12 +66,13 @@ def metrics_from_sums(sums: Mapping[str, float], maxima: Mapping[str, float], *,
     for name in ("policy_loss", "kl_loss_reasoning", "kl_loss_answer"):
         out[f"objective/{name}"] = sums[name] / updates
     per_token = {"entropy": "entropy", "kl_value_k1": "kl_k1", "kl_value_k3": "kl_k3", "ratio_mean": "ratio",
-                 "clip_fraction": "clipped", "clamped_fraction": "clamped", "rollout_mismatch_mean": "mismatch",
-                 "kl_truncated_fraction": "truncated"}
+                 "clip_fraction": "clipped", "clamped_fraction": "clamped", "rollout_mismatch_mean": "mismatch"}
     if exact:
         per_token |= {"kl_value_forward": "kl_forward", "kl_value_reverse": "kl_reverse"}
     out |= {f"objective/{name}": sums[key] / tokens for name, key in per_token.items()}
     out["objective/ratio_max"], out["objective/rollout_mismatch_max"] = maxima["ratio"], maxima["mismatch"]
+    if sums["kl_weighted"]:  # absent where the KL term has no importance weights: placement reward, or state_weight none
+        out["objective/kl_truncated_fraction"] = sums["truncated"] / sums["kl_weighted"]
     if sums["weight_squared"] > 0:
         out["objective/ess"] = _effective_share(sums["weight"], sums["weight_squared"], tokens)
     out |= _reward_metrics(sums) | _correction_metrics(sums) | _trust_metrics(sums)

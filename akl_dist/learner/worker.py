@@ -60,21 +60,24 @@ class LearnerWorker(Zero3Rank):
     ) -> Update:
         """All optimizer steps of loop iteration ``step``; ``plans`` are this rank's parts, in order.
 
-        ``kl_coefficient`` is the adaptive factor of both betas. An update without one trainable token is skipped on all ranks
-        together and counted. Metrics are global. ``cokl`` is this rank's part of the CoKL term, update by update, and its members.
+        ``kl_coefficient`` is the adaptive factor of both betas. An update with neither a trainable token nor a prompt of the CoKL
+        term is skipped on all ranks together and counted. Metrics are global. ``cokl`` is this rank's part of the CoKL term, update
+        by update, and its members.
 
         Raises:
             NonFiniteLoss: on every rank, weights unchanged by the update concerned; its batch is dumped.
         """
-        old = self._old_logp(samples, plans)
+        with_term = [False] * len(plans) if cokl is None else [part.total_prompts > 0 for part in cokl[0]]
+        trained = [plan.totals.tokens > 0 or term for plan, term in zip(plans, with_term, strict=True)]
+        old = self._old_logp(samples, plans, needed=sum(trained) > 1)
         terms = None if cokl is None else CoklUpdates(
-            *cokl, self.objective.cokl, trained=[plan.totals.tokens > 0 for plan in plans], device=self.device,
+            *cokl, self.objective.cokl, trained=trained, device=self.device,
             old=[by_response(plan.micro_batches, logp, samples) for plan, logp in zip(plans, old, strict=True)],
             forward=lambda batch: self._forward(batch).logp)
         sums, maxima = np.zeros(len(SUMS)), np.zeros(len(MAXIMA))
         norms, taken, lr = [], 0, self.next_learning_rate()
         for index, (plan, old_logp) in enumerate(zip(plans, old, strict=True)):
-            if plan.totals.tokens == 0:
+            if not trained[index]:
                 self.skipped_steps += 1
                 continue
             local_sums, local_maxima = self.accumulate_gradients(
@@ -95,7 +98,7 @@ class LearnerWorker(Zero3Rank):
             metrics["learner/grad_norm"] = float(np.mean(norms))
         if terms is not None and taken:
             metrics |= terms.metrics()
-            metrics["learner/loss"] += metrics["objective/cokl_loss"]
+            metrics["learner/loss"] = metrics.get("learner/loss", 0.0) + metrics["objective/cokl_loss"]
         return Update(taken, len(plans) - taken, metrics)
 
     def accumulate_gradients(
@@ -103,7 +106,8 @@ class LearnerWorker(Zero3Rank):
         kl_coefficient: float = 1.0, term: CoklTerm | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward over this rank's micro-batches; the optimizer step is left to the caller. A CoKL ``term`` is added
-        where its members are, those of the reference in rows of their own before the others.
+        where its members are, those of the reference in rows of their own before the others (the only ones, where no response of
+        the update trains).
 
         Returns local metric sums and maxima. All ranks agree that a micro-batch's loss is finite before its backward pass.
         """
@@ -112,7 +116,7 @@ class LearnerWorker(Zero3Rank):
         last = len(plan.micro_batches) - 1
         self.begin_accumulation()
         if term is not None:
-            self._reference_rows(term, step)
+            self._reference_rows(term, step, are_last=last < 0)
         for index, keys in enumerate(plan.micro_batches):
             batch = pack(keys, [samples[key] for key in keys], device=self.device)
             self.engine.set_gradient_accumulation_boundary(index == last)
@@ -124,11 +128,12 @@ class LearnerWorker(Zero3Rank):
             maxima = torch.maximum(maxima, result.maxima)
         return sums, maxima
 
-    def _reference_rows(self, term: CoklTerm, step: int) -> None:
+    def _reference_rows(self, term: CoklTerm, step: int, *, are_last: bool) -> None:
         """Backward passes over correct responses of the reference, which take part in the CoKL term alone."""
-        for index, keys in enumerate(term.plan.reference_rows):
+        rows = term.plan.reference_rows
+        for index, keys in enumerate(rows):
             batch = pack(keys, [term.samples[key] for key in keys], device=self.device)
-            self.engine.set_gradient_accumulation_boundary(False)
+            self.engine.set_gradient_accumulation_boundary(are_last and index == len(rows) - 1)
             loss = term.share(batch, self._forward(batch).logp)
             self.backward(loss, f"CoKL term of reference row {index} at step {step}", keys, term.samples)
 
@@ -153,15 +158,16 @@ class LearnerWorker(Zero3Rank):
                                 kl_coefficient=kl_coefficient)
 
     @torch.no_grad()
-    def _old_logp(self, samples: Mapping[SampleKey, Sample], plans: Sequence[RankUpdate]) -> list[list[torch.Tensor | None]]:
+    def _old_logp(
+        self, samples: Mapping[SampleKey, Sample], plans: Sequence[RankUpdate], *, needed: bool
+    ) -> list[list[torch.Tensor | None]]:
         """Log-probs of all micro-batches under the weights at the start of the step, by the code path of the update.
 
-        None where not needed: a single update, whose own log-probs are the old ones, or anchor ``rollout`` without a rollout
+        None where not ``needed``: a single update, whose own log-probs are the old ones, or anchor ``rollout`` without a rollout
         correction.
         """
         wanted = self.objective.anchor == "old" or self.objective.correction.kind not in NO_CORRECTION
-        needed = wanted and sum(plan.totals.tokens > 0 for plan in plans) > 1
-        if not needed:
+        if not (wanted and needed):
             return [[None] * len(plan.micro_batches) for plan in plans]
         return [[self._forward(pack(keys, [samples[key] for key in keys], device=self.device)).logp for keys in plan.micro_batches]
                 for plan in plans]

@@ -59,7 +59,14 @@ from akl_dist.objective.policy_losses import (
     reinforce,
 )
 from akl_dist.objective.proximity_losses import dppo_kl, dppo_tv, drpo, spo
-from akl_dist.objective.ratios import LOG_RATIO_BOUND, bounded_log_ratio, clamped_tokens, masked_log_ratio, segment_cumsum
+from akl_dist.objective.ratios import (
+    LOG_RATIO_BOUND,
+    bounded_log_ratio,
+    clamped_tokens,
+    loss_log_ratio,
+    masked_log_ratio,
+    segment_cumsum,
+)
 from akl_dist.objective.shaping import adapted_coefficient, keep_group, kl_to_go, overlong_penalty
 from akl_dist.objective.topk import TopkReference, topk_reference
 
@@ -123,6 +130,7 @@ __all__ = [
     "kl_value_k2",
     "kl_value_k3",
     "load_policy_loss_module",
+    "loss_log_ratio",
     "masked_log_ratio",
     "mean_and_deviation",
     "overlong_penalty",

@@ -63,19 +63,20 @@ def token_gradient(loss: Callable[[Tensor], Tensor], logp: Tensor) -> Tensor:
     return gradient
 
 
-def policy_statistics(*, logp: Tensor, anchor_logp: Tensor, advantages: Tensor, mask: Tensor, gradient: Tensor) -> PolicyStatistics:
+def policy_statistics(*, log_ratio: Tensor, advantages: Tensor, mask: Tensor, gradient: Tensor) -> PolicyStatistics:
     """Ratio, clip and clamp sums of a policy loss; all per-token inputs of one shape, [B, T] or [n].
 
     A token counts as clipped if its advantage is not 0 but its policy gradient is: the loss's trust region removed it
     (either side of PPO's window, dual clip, hard masks). Clamped: |log-ratio| above the numerical bound of 20.
 
     Args:
+        log_ratio: the loss's own, from `ratios.loss_log_ratio`.
         gradient: d policy loss / d logp from `token_gradient`.
     """
-    require_shape("advantages", advantages, logp.shape)
-    require_shape("gradient", gradient, logp.shape)
+    require_shape("advantages", advantages, log_ratio.shape)
+    require_shape("gradient", gradient, log_ratio.shape)
     keep = as_bool(mask)
-    log_ratio = masked_log_ratio(logp.detach(), anchor_logp, keep)
+    log_ratio = select(log_ratio.detach(), keep)
     ratio = select(bounded_log_ratio(log_ratio).exp(), keep)
     clipped = (gradient == 0) & (advantages != 0) & keep
     return PolicyStatistics(

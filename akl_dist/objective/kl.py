@@ -69,7 +69,7 @@ def state_weights(
         "max_weight",
         got=max_weight,
         expected="a positive number, or null for untruncated",
-        remedy="2 for token weights and 5 for cumulative ones are the defaults of the configs",
+        remedy="2 for token weights and 5 for cumulative ones are what the configs' auto means",
     )
     log_ratio = masked_log_ratio(logp.detach(), behaviour_logp, mask)
     if state_weight == "cumulative":

@@ -77,7 +77,7 @@ def load_policy_loss_module(name: str) -> None:
     before = set(POLICY_LOSSES)
     try:
         importlib.import_module(name)
-    except Exception as error:  # code of the user's own may raise anything; it is raised again, with its name
+    except (Exception, SystemExit) as error:  # code of the user's own may raise anything; it is raised again, with its name
         raise ValueError(
             f"policy loss module {name!r}: got {type(error).__name__}: {error}; expected a module that can be imported; "
             "mend it, or put its folder on PYTHONPATH (the working directory is searched by `python -m`)"

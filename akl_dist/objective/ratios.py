@@ -43,6 +43,26 @@ def clamped_tokens(logp: Tensor, other_logp: Tensor, mask: Tensor, bound: float 
     return (masked_log_ratio(logp.detach(), other_logp, mask).abs() > bound) & as_bool(mask)
 
 
+def loss_log_ratio(name: str, *, logp: Tensor, anchor_logp: Tensor, mask: Tensor) -> Tensor:
+    """The log-ratio that the named policy loss exponentiates, before its bound of +-20: detached, 0 where masked.
+
+    S_t, the running sum over unmasked tokens (`ctpo`), S_t / t (`ctpo_geomean`), the sequence's mean (`gspo`), else the token's
+    own; a loss of one's own counts as one of the token.
+
+    Args:
+        logp, anchor_logp, mask: one shape; [B, T], one sequence a row, for the three losses of a sequence, else also [n].
+    """
+    log_ratio = masked_log_ratio(logp.detach(), anchor_logp, mask)
+    keep = as_bool(mask)
+    if name == "gspo":
+        mean = log_ratio.double().sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)
+        return select(mean.expand(log_ratio.shape), keep)
+    if name in ("ctpo", "ctpo_geomean"):
+        total = segment_cumsum(log_ratio)
+        return select(total if name == "ctpo" else total / keep.cumsum(-1).clamp(min=1), keep)
+    return log_ratio
+
+
 def segment_cumsum(x: Tensor, segment_ids: Tensor | None = None, *, exclusive: bool = False) -> Tensor:
     """Running sum along the last dimension that restarts at each new segment; returned in float64.
 

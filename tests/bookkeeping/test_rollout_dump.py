@@ -158,6 +158,45 @@ def test_order_of_a_fresh_replay():
         order.take()
 
 
+def test_dumps_are_held_against_the_batch_by_their_footers(tmp_path):
+    """Two prompts of three responses in dumps 3 and 4; nothing but footers is read."""
+    for step in (3, 4):
+        groups = [group_of(f"s/{n}", (3, 1, 2), seed=n) for n in range(2)]
+        write_rollouts(dump_path(tmp_path, step), [row for group in groups for row in rows_of_group(step, *group)])
+    reader = ReplayReader(tmp_path)
+
+    def check(steps: int, prompts: int, group_size: int) -> None:
+        reader.check(ReplayOrder(reader.steps), steps=steps, prompts=prompts, group_size=group_size)
+
+    check(2, 2, 3)
+    with pytest.raises(DataError, match=r"2 dumped steps, 3 to 4; expected a dump after step 4"):
+        check(3, 2, 3)
+    for prompts, size in ((3, 3), (2, 4), (3, 2), (1, 6)):  # also six rows in other groups
+        with pytest.raises(DataError, match=r"step 3: got 2 prompts of 3 responses.*prompts_per_step=2 rollout.group_size=3"):
+            check(2, prompts, size)
+    dump_path(tmp_path, 4).write_bytes(b"PAR1")
+    check(1, 2, 3)
+    with pytest.raises(DataError, match=r"step_000004.parquet: got an unreadable file"):
+        check(2, 2, 3)
+    pq.write_table(pa.table({"a": [1]}), dump_path(tmp_path, 4))
+    with pytest.raises(DataError, match="columns a; expected columns step"):
+        check(2, 2, 3)
+    write_rollouts(dump_path(tmp_path, 4), [])
+    with pytest.raises(DataError, match="got 0 prompts of 0 responses"):
+        check(2, 2, 3)
+
+
+def test_a_dry_run_holds_the_dumps_against_the_configuration(tmp_path, capsys):
+    from akl_dist import main
+
+    groups = [group_of(f"s/{n}", (3, 1), seed=n) for n in range(2)]
+    write_rollouts(dump_path(tmp_path, 1), [row for group in groups for row in rows_of_group(1, *group)])
+    line = [f"rollout.replay={tmp_path}", "steps=1", "rollout.group_size=2", "dry_run=true"]
+    assert main.main([*line, "rollout.prompts_per_step=2"]) == 0
+    assert main.main([*line, "rollout.prompts_per_step=4"]) == 2
+    assert "got 2 prompts of 2 responses" in capsys.readouterr().err
+
+
 NORMAL = {"seed": 0, "epoch": 0, "position": 4, "skipped": 0, "num_prompts": 8, "fingerprint": "f"}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -83,6 +85,13 @@ def test_the_cause_is_reported_and_not_its_echo(workers):
 def test_handles(workers):
     assert fetch(store([1, 2]), timeout_s=10, stage="learner", what="arrays") == [1, 2]
     assert fetch("already here", timeout_s=1, stage="learner", what="arrays") == "already here"
+
+
+def test_records_at_hand_start_no_cluster():
+    code = ("import ray; from akl_dist.cluster.gather import fetch_all; "
+            "print(fetch_all(['here'], timeout_s=1, stage='learner', what='x'), ray.is_initialized())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["['here']", "False"]
 
 
 @dataclasses.dataclass(frozen=True)

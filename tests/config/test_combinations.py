@@ -69,7 +69,7 @@ def refused_keys(c: dict[str, Any]) -> set[str]:
                     if c["beta"] > 0 and c[f"direction_{role}"] != "reverse"}
         refused |= {"objective.kl.estimator"} if c["estimator"] != "sampled" else set()
         refused |= {"objective.kl.kl_denominator"} if c["kl_denominator"] == "role" else set()
-        refused |= {"objective.kl.state_weight"} if c["state_weight"] == "cumulative" else set()
+        refused |= {"objective.kl.state_weight"} if c["state_weight"] != "token" else set()
     if c["dynamic_sampling_rounds"] and c["advantage"] in ("reinforce_pp", "gae"):
         refused.add("rollout.dynamic_sampling_rounds")  # groups without spread train there
     return refused
@@ -197,7 +197,7 @@ def test_critic_keys_need_a_critic(base: Config) -> None:
 
 
 def test_dynamic_sampling_needs_groups_to_draw(base: Config, tmp_path) -> None:
-    (tmp_path / "step_000001.parquet").write_bytes(b"")
+    (tmp_path / f"step_{base.steps:06d}.parquet").write_bytes(b"")
     for change, part in (({"group_size": 1}, "group of one"), ({"replay": str(tmp_path)}, "no others can be drawn")):
         rollout = dataclasses.replace(base.rollout, dynamic_sampling_rounds=1, **change)
         found = refusals(dataclasses.replace(base, rollout=rollout))

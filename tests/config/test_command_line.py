@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import akl_dist
+from akl_dist import evaluate, main
 from akl_dist.config.command_line import check_command_line, help_text, sweep
 from akl_dist.config.compose import compose
 from akl_dist.contract.errors import ConfigError, nearest
@@ -43,6 +49,20 @@ def refusals(*argv: str) -> dict[str, str]:
         ("objective/kll=akl", "objective/kl"),
         ("data@x=gsm8k", "without @package"),
         ("data=null", "one of"),
+        ("data=", "Choose one of them."),
+        ("objective=TV", "Write dppo_tv."),
+        ("objective=DAPO", "Write dapo."),
+        ("+exp=TIN", "Write tiny."),
+        ("++objective.policy_loss_params.clip_low=1", "write objective.policy_loss_params.clip_low=1."),
+        ("~data", "write data=CHOICE"),
+        ("~objective.correction", "set its keys: objective.correction.kind, "),
+        ("++objective.correction.hgh=1", "Write objective.correction.high."),
+        ("+objective.correction={kind: tis}", "Write objective.correction={kind: tis}."),
+        ("~objective.policy_loss_params", "objective.policy_loss_params={} empties it"),
+        ("~objective.policy_loss_params.clip_low", "objective.policy_loss_params={name: value, ...}"),
+        ("objective.correction={kind: tis, hgh: 3}", "Write objective.correction.high."),
+        ("data.columns={promt: q}", "Write data.columns.prompt."),
+        ("objective.correction=tis", "objective.correction.kind"),
         ("learner=5", "learner.num_ranks"),
         ("seed=1.5", "an integer"),
         ("seed=true", "an integer"),
@@ -162,7 +182,7 @@ def test_sweep_from_an_experiment_file_and_run_id() -> None:
     jobs = sweep(check_command_line(["-m", "+exp=sweep_kl_direction", "seed=7", "run_id=again"]), stamp="T")
     configs = [compose(job) for job in jobs]
     assert [config.objective.kl.direction_answer for config in configs] == [
-        "reverse", "reverse", "forward", "symmetric", "forward"]
+        "reverse", "reverse", "forward", "symmetric"]
     assert {config.seed for config in configs} == {7}  # the command line wins over the file's range(0,5)
     assert configs[3].run_id == "multirun-again/3"
 
@@ -175,6 +195,56 @@ def test_help_names_every_key_and_the_example() -> None:
     text = help_text("akl_dist.main", "python -m akl_dist.main +exp=tiny seed=1")
     for part in ("+exp=tiny seed=1", "learner.lr = 1e-06", "objective/kl", "uniform_reverse", "run_id = null"):
         assert part in text
+
+
+def test_help_offers_sweeps_only_where_they_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, offered in ((main, True), (evaluate, False)):
+        assert command.main(["--help"]) == 0
+        assert ("-m runs every combination" in (text := capsys.readouterr().out)) is offered
+        assert ("[-m]" in text) is offered
+    assert evaluate.main(["-m", "seed=1,2"]) == 2
+
+
+def into_closed_pipe(*arguments: str) -> tuple[int, str]:
+    """Exit code and stderr of a Python command whose reader has gone before it prints."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        env = {**os.environ, "PYTHONPATH": str(Path(akl_dist.__file__).parents[1])}
+        done = subprocess.run([sys.executable, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60,
+                              check=False, env=env)
+    finally:
+        os.close(write)
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_has_gone_ends_the_printing_only() -> None:
+    assert into_closed_pipe("-m", "akl_dist.main", "--help") == (0, "")
+    assert into_closed_pipe("-c", "import sys; from akl_dist.job import say; say('a'); say('b'); sys.exit(2)") == (2, "")
+    code, errors = into_closed_pipe("-c", "print('a', flush=True)")  # negative control: the pipe is broken indeed
+    assert code != 0 and "BrokenPipeError" in errors
+
+
+def test_several_names_that_begin_so_are_all_named() -> None:
+    (message,) = refusals("objective=drpo").values()
+    assert message.endswith("Write drpo_geometry or drpo_paper or drpo_reciprocal or drpo_unclipped.")
+    (message,) = refusals("objective=zzzz").values()
+    assert "drpo_paper, " in message and message.endswith("Choose one of them.")  # nothing close: the list, no invention
+
+
+def test_everything_unknown_in_a_section_at_once() -> None:
+    assert set(refusals("objective.correction={hgh: 3, lw: 1, kind: tis}")) == {
+        "objective.correction.hgh", "objective.correction.lw"}
+    assert set(refusals("-m", "objective.correction={hgh: 3},{lw: 1}")) == {
+        "objective.correction.hgh", "objective.correction.lw"}
+
+
+@pytest.mark.parametrize(("typed", "close"), [
+    ("RLOO", "rloo"), ("TIS", "tis"), ("drpo", "drpo_paper"), ("Mi", "mis"), ("grop", "grpo"), ("m", None), ("", None),
+])
+def test_nearest_ignores_case_and_prefers_what_begins_so(typed: str, close: str | None) -> None:
+    assert nearest(typed, ["auto", "none", "tis", "mis", "grpo", "rloo", "drpo_geometry", "drpo_paper"]) == close
+    assert nearest("Tis", ["TIS"]) == "TIS"
 
 
 def test_nearest_is_not_far() -> None:

@@ -72,7 +72,7 @@ def test_every_sweep_job(exp: str) -> None:
 
 
 def test_every_yaml_file_is_reached() -> None:
-    reached = {f"{group}/{name}" for group, names in group_choices().items() for name in names} | {"config"}
+    reached = {f"{group}/{name}" for group, names in group_choices().items() for name in names} | {"config", "tiny_base"}
     assert reached == {file.relative_to(conf_dir()).with_suffix("").as_posix() for file in conf_dir().rglob("*.y*ml")}
 
 
@@ -154,6 +154,65 @@ def test_command_line_beats_experiment_beats_group() -> None:
     assert compose(["+exp=tiny", "rollout.max_response_tokens=32"]).rollout.max_response_tokens == 32
     assert compose(["+exp=gsm8k_smollm2"]).data.recipe == "gsm8k"
     assert compose(["+exp=gsm8k_smollm2", "data=math"]).data.recipe == "math"
+
+
+PARAMS, LOSS = "objective.policy_loss_params", "objective.policy_loss"
+
+
+@pytest.mark.parametrize(("line", "loss", "params"), [
+    ([], "ppo", {"clip_low": 0.2, "clip_high": 0.28}),
+    ([f"{PARAMS}={{}}"], "ppo", {}),
+    ([f"{PARAMS}={{clip_low: 0.1}}"], "ppo", {"clip_low": 0.1}),
+    ([f"{PARAMS}.clip_low=0.1"], "ppo", {"clip_low": 0.1, "clip_high": 0.28}),
+    ([f"{PARAMS}.dual_clip=3"], "ppo", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3}),
+    ([f"{PARAMS}={{clip_low: 0.1}}", f"{PARAMS}.clip_high=0.3"], "ppo", {"clip_low": 0.1, "clip_high": 0.3}),
+    ([f"{PARAMS}.clip_high=0.3", f"{PARAMS}={{clip_low: 0.1}}"], "ppo", {"clip_low": 0.1}),  # left to right
+    ([f"{LOSS}=ppo"], "ppo", {"clip_low": 0.2, "clip_high": 0.28}),  # what the file says already
+    ([f"{LOSS}=gspo"], "gspo", {}),
+    ([f"{LOSS}=gspo", f"{PARAMS}.clip_low=1e-4"], "gspo", {"clip_low": 1e-4}),
+    ([f"{PARAMS}.clip_low=1e-4", f"{LOSS}=gspo"], "gspo", {"clip_low": 1e-4}),
+    ([f"{LOSS}=drpo", f"{PARAMS}={{delta: 0.15}}"], "drpo", {"delta": 0.15}),
+    ([f"{PARAMS}={{clip_low: '${{seed}}'}}"], "ppo", {"clip_low": 0}),
+])
+@pytest.mark.parametrize("base", [["objective=dapo"], ["+exp=tiny_dppo", "objective=dapo"]])
+def test_parameters_of_the_policy_loss(base: list[str], line: list[str], loss: str, params: dict[str, float]) -> None:
+    objective = compose(check_command_line([*base, *line]).overrides).objective
+    assert (objective.policy_loss, dict(objective.policy_loss_params)) == (loss, params)
+
+
+def test_another_policy_loss_over_an_experiment_validates() -> None:
+    """Over DPPO's preset, whose delta_low and delta_high are no parameters of DRPO."""
+    config = compose(check_command_line(["+exp=tiny_dppo", f"{LOSS}=drpo", f"{PARAMS}={{delta: 0.15}}"]).overrides)
+    validate(config)
+    assert dict(config.objective.policy_loss_params) == {"delta": 0.15}
+    assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("exp", [exp for exp in EXPERIMENTS if not exp.startswith("sweep_")])
+def test_another_objective_group_inherits_no_parameters_of_an_experiment(exp: str) -> None:
+    for group in ("gspo", "drpo_geometry", "grpo"):
+        alone, over = compose([f"objective={group}"]).objective, compose([f"+exp={exp}", f"objective={group}"]).objective
+        assert (over.policy_loss, over.policy_loss_params) == (alone.policy_loss, alone.policy_loss_params)
+
+
+def test_sweeps_take_the_same_path() -> None:
+    jobs = sweep(check_command_line(["-m", "objective=dapo", f"{LOSS}=ppo,gspo", f"{PARAMS}={{}},{{clip_low: 0.1}}"]), stamp="T")
+    found = [compose(job).objective for job in jobs]
+    assert [(one.policy_loss, dict(one.policy_loss_params)) for one in found] == [
+        ("ppo", {}), ("ppo", {"clip_low": 0.1}), ("gspo", {}), ("gspo", {"clip_low": 0.1})]
+    jobs = sweep(check_command_line(["-m", "objective=dapo", f"{LOSS}=ppo,gspo", f"{PARAMS}.clip_low=0.1,0.3"]), stamp="T")
+    assert [dict(compose(job).objective.policy_loss_params) for job in jobs] == [
+        {"clip_low": 0.1, "clip_high": 0.28}, {"clip_low": 0.3, "clip_high": 0.28}, {"clip_low": 0.1}, {"clip_low": 0.3}]
+
+
+def test_home_folder_in_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for key in typed.PATHS:
+        assert typed.value_of(compose(check_command_line([f"{key}=~/a b"]).overrides), key) == f"{tmp_path}/a b"
+        for other in ("a~/b", "~somebody/x", "/x/~", "./~/x"):
+            assert typed.value_of(compose(check_command_line([f"{key}={other}"]).overrides), key) == other
+    assert compose(check_command_line(["output_dir=~"]).overrides).output_dir == str(tmp_path)
+    assert compose(check_command_line(["run_id=~/x"]).overrides).run_id == "~/x"  # a name, no path
 
 
 @pytest.mark.parametrize("text", ["2026-11-30", "1e5", "007", "null", "yes", "${seed}", "a: b", "é\n# x", "0x1F"])

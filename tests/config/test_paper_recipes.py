@@ -36,7 +36,7 @@ NUMBERS = {
              "data.recipe": "dapo_math"},
     "ppo": {"objective.advantage": "gae", "objective.gamma": 1.0, "objective.gae_lambda": 1.0, "critic.lr": 1e-5},
     "gspo": {"objective.policy_loss_params": {"clip_low": 3e-4, "clip_high": 4e-4}, "objective.aggregation": "seq_mean_token_mean"},
-    "grpo": {"objective.policy_loss": "ppo", "objective.kl.beta_reasoning": 0.04, "objective.kl.beta_answer": 0.04},
+    "grpo": {"objective.policy_loss": "ppo", "objective.kl.strength": "equal", "objective.kl.beta_answer": 0.04},
     **{f"akl_{size}": {"model.path": f"Qwen/Qwen2.5-{size.upper()}-Instruct", "objective.kl.beta_reasoning": 1e-3,
                        "objective.kl.beta_answer": 4e-2, "objective.kl.direction_reasoning": "forward",
                        "objective.kl.direction_answer": "reverse", "data.recipe": "gsm8k_math"}

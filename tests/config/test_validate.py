@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from akl_dist.config import choices, models, typed
 from akl_dist.config.command_line import check_command_line
 from akl_dist.config.compose import compose
-from akl_dist.config.resolve import resolved_objective
+from akl_dist.config.resolve import kl_roles, resolved_objective
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import not_run_yet, validate, warnings
 from akl_dist.contract.errors import ConfigError, DataError, ModelError, UserError
@@ -141,6 +141,8 @@ def test_refused(overrides: list[str], key: str, part: str) -> None:
         ([*CUDA, "rollout.tensor_parallel_size=4", "rollout.num_engines=2"], "rollout.tensor_parallel_size", "layout=separate"),
         ([*CUDA, "rollout.kv_cache_gib=4"], "rollout.kv_cache_gib", "cluster.device=cpu"),
         ([*LARGE, "cluster.num_nodes=15"], "cluster.num_nodes", "at least 16"),
+        ([*LARGE, "objective.advantage=gae"], "cluster.num_nodes", "24: the separate layout takes 192 GPUs (engines 48, reference "
+         "16, critic 64, learner 64)"),
         ([*LARGE, "rollout.tensor_parallel_size=3"], "rollout.tensor_parallel_size", "64 heads"),
         ([*LARGE, "rollout.tensor_parallel_size=16", "rollout.num_engines=3"], "rollout.tensor_parallel_size", "devices_per_"),
         ([*CUDA, "rollout.max_response_tokens=40000", "learner.max_tokens_per_micro_batch=50000",
@@ -171,6 +173,40 @@ def test_refused_with_devices_and_models(overrides: list[str], key: str, part: s
 ])
 def test_borders_pass(overrides: list[str]) -> None:
     assert problems(*overrides) == {}
+
+
+def local_model(folder: Path, **changed: int) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+        "vocab_size": 263, "max_position_embeddings": 128, "tie_word_embeddings": True} | changed))
+    return str(folder)
+
+
+def test_the_critics_model(tmp_path: Path) -> None:
+    """The embedded policy has 263 token ids; the longest sequence is 64 + 64 tokens."""
+    gae = "objective.advantage=gae"
+
+    def found(path: str) -> str:
+        wrong = problems(gae, f"critic.path={path}")
+        assert set(wrong) <= {"critic.path"}
+        return str(wrong.get("critic.path", ""))
+
+    assert found(local_model(tmp_path / "fits")) == ""
+    assert "263 token ids" in found(local_model(tmp_path / "other", vocab_size=264))
+    assert "at least 128 tokens" in found(local_model(tmp_path / "short", max_position_embeddings=127))
+    assert "missing model directory" in found("/no/such/critic") and "not empty" in found("' '")
+    assert "151,936" in found("Qwen/Qwen3-4B") and found("some/unknown") == ""
+    assert isinstance(problems(gae, "critic.path=/no/such/critic")["critic.path"], ModelError)
+    both = problems(gae, "critic.path=/no/such/critic", "model.path=/no/such/model")
+    assert set(both) == {"critic.path", "model.path"}
+    assert list(problems("critic.path=/no/such/critic")) == ["critic.path"]  # without a critic nothing reads it
+
+
+def test_a_critic_of_experts_is_planned_only() -> None:
+    config = composed("+exp=drpo_4b", "objective.advantage=gae", "critic.path=Qwen/Qwen3-30B-A3B")
+    (reason,) = not_run_yet(config)
+    assert "critic.path" in reason and "128 experts" in reason
 
 
 def test_all_problems_at_once() -> None:
@@ -204,9 +240,10 @@ def test_local_files_on_the_command_line(tmp_path: Path) -> None:
 def test_replay_and_resume_folders(tmp_path: Path) -> None:
     assert "rollout.replay" in problems(f"rollout.replay={tmp_path}")
     (tmp_path / "step_000001.parquet").write_bytes(b"")
-    assert "without manifest.json" in str(problems(f"rollout.replay={tmp_path}", f"resume={tmp_path}")["resume"])
+    replay = (f"rollout.replay={tmp_path}", "steps=1", f"resume={tmp_path}")
+    assert "without manifest.json" in str(problems(*replay)["resume"])
     (tmp_path / "manifest.json").write_text("{}")
-    assert problems(f"rollout.replay={tmp_path}", f"resume={tmp_path}") == {}
+    assert problems(*replay) == {}
 
 
 def test_replay_takes_a_run_directory(tmp_path: Path) -> None:
@@ -216,7 +253,17 @@ def test_replay_takes_a_run_directory(tmp_path: Path) -> None:
     (tmp_path / "rollouts" / "other.parquet").write_bytes(b"")
     assert "rollout.replay" in problems(f"rollout.replay={tmp_path}")
     (tmp_path / "rollouts" / "step_000001.parquet").write_bytes(b"")
-    assert problems(f"rollout.replay={tmp_path}") == {}
+    assert problems(f"rollout.replay={tmp_path}", "steps=1") == {}
+
+
+def test_replay_has_a_dump_for_every_step(tmp_path: Path) -> None:
+    for step in (4, 5):
+        (tmp_path / f"step_{step:06d}.parquet").write_bytes(b"")
+    (tmp_path / "step_7.parquet.tmp").write_bytes(b"")
+    for steps in (1, 2, 5):  # 5: going on from the checkpoint of step 3
+        assert problems(f"rollout.replay={tmp_path}", f"steps={steps}") == {}
+    found = problems(f"rollout.replay={tmp_path}", "steps=6")
+    assert list(found) == ["steps"] and "at most 2, the dumped steps" in str(found["steps"])
 
 
 def test_replay_says_what_it_leaves_out() -> None:
@@ -280,6 +327,76 @@ def test_which_correction_auto_is(overrides: list[str], kind: str) -> None:
     assert (correction.kind, correction.level, correction.high) == (kind, "token", 2.0)
 
 
+ZERO_ANSWER = ("objective.kl.strength=equal", "objective.kl.beta_answer=0", "objective.kl.beta_reasoning=0.1")
+
+
+@pytest.mark.parametrize(("overrides", "roles"), [
+    ([], ["reasoning", "answer"]),
+    (["objective.kl.beta_reasoning=0"], ["answer"]),
+    (["objective.kl.beta_answer=0"], ["reasoning"]),
+    (ZERO_ANSWER, []),
+    (["objective.kl.strength=equal", "objective.kl.beta_reasoning=0"], ["reasoning", "answer"]),
+    (["objective.kl.strength=matched", "objective.kl.beta_reasoning=0"], ["reasoning", "answer"]),
+    (["objective.kl.strength=matched", "objective.kl.beta_answer=0"], ["reasoning", "answer"]),
+    (["objective.kl.strength=matched", "objective.kl.beta_reasoning=0", "objective.kl.beta_answer=0"], []),
+])
+def test_roles_with_a_kl_term(overrides: list[str], roles: list[str]) -> None:
+    """What is warned about, adapted and checked goes by the betas that act, and those by the strength."""
+    from akl_dist.learner.step import role_betas
+    from akl_dist.zero3.planning import Totals
+
+    kl = composed(*overrides).objective.kl
+    assert list(kl_roles(kl)) == roles
+    assert [role for role, beta in role_betas(kl, Totals(10, 2, 3))._asdict().items() if beta > 0] == roles
+    assert any("no KL term" in text for text in warnings(composed(*overrides))) == (not roles)
+    assert ("objective.kl.adaptive_target" in problems(*overrides, "objective.kl.adaptive_target=0.1")) == (not roles)
+    cokl = [text for text in warnings(composed(*overrides, "objective.cokl.beta=0.1")) if "beside a full KL" in text]
+    assert bool(cokl) == bool(roles)
+    in_reward = ("objective.kl.estimator=sampled", "objective.kl.placement=reward", "objective.kl.direction_reasoning=forward",
+                 "objective.kl.direction_answer=forward")
+    assert sorted(problems(*overrides, *in_reward)) == sorted(f"objective.kl.direction_{role}" for role in roles)
+
+
+def test_one_strength_says_which_beta_it_leaves_out() -> None:
+    def notes(*overrides: str) -> list[str]:
+        return [text for text in warnings(composed(*overrides)) if "does not read objective.kl.beta_reasoning" in text]
+
+    (note,) = notes("objective.kl.strength=equal", "objective.kl.beta_reasoning=0.3", "objective.kl.beta_answer=0.2")
+    assert "both roles take objective.kl.beta_answer=0.2" in note
+    assert notes(*ZERO_ANSWER)
+    assert not notes("objective.kl.strength=equal") and not notes("objective.kl.beta_reasoning=0.3")
+    assert not notes("objective.kl.strength=equal", "objective.kl.beta_reasoning=0.2", "objective.kl.beta_answer=0.2")
+
+
+@pytest.mark.parametrize(("overrides", "largest"), [
+    ([], 2.0), (["objective.kl.state_weight=cumulative"], 5.0), (["objective.kl.state_weight=cumulative",
+     "objective.kl.max_weight=2"], 2.0), (["objective.kl.max_weight=null"], None), (["objective.kl.max_weight=auto"], 2.0),
+])
+def test_truncation_of_kl_weights(overrides: list[str], largest: float | None) -> None:
+    config = composed("objective.kl.estimator=sampled", *overrides)
+    validate(config)
+    assert resolved_objective(config).kl.max_weight == largest
+
+
+@pytest.mark.parametrize("value", ["aut", "0.5", "0", "nan", "inf"])
+def test_truncations_that_are_none(value: str) -> None:
+    found = problems("objective.kl.estimator=sampled", f"objective.kl.max_weight={value}")
+    assert list(found) == ["objective.kl.max_weight"] and "auto" in str(found["objective.kl.max_weight"])
+
+
+def test_a_critic_that_warms_up_to_the_end_leaves_no_training() -> None:
+    gae = ("objective.advantage=gae", "steps=5")
+    found = problems(*gae, "critic.warmup_steps=5")
+    assert list(found) == ["critic.warmup_steps"] and "below steps=5" in str(found["critic.warmup_steps"])
+    assert problems(*gae, "critic.warmup_steps=4") == {}
+
+
+@pytest.mark.parametrize("state_weight", ["cumulative", "none"])
+def test_kl_in_the_reward_has_no_weights(state_weight: str) -> None:
+    found = problems("objective/kl=uniform_reverse", "objective.kl.placement=reward", f"objective.kl.state_weight={state_weight}")
+    assert list(found) == ["objective.kl.state_weight"] and "nothing is weighted" in str(found["objective.kl.state_weight"])
+
+
 def test_planned_but_not_run() -> None:
     assert not_run_yet(composed(*LARGE)) and not not_run_yet(composed(*CUDA))
     assert "ranks_per_worker" in not_run_yet(composed(*LARGE))[0]
@@ -293,12 +410,12 @@ FREE_TEXT = {"experiment", "run_id", "output_dir", "resume", "cluster.address", 
 
 def test_every_key_has_a_rule() -> None:
     """A number without a range or a text without choices would reach a worker unchecked."""
-    ranged = {key for key, *_ in choices.RANGES} | {"learner.adam_betas"}
+    ranged = {key for key, *_ in choices.RANGES} | {"learner.adam_betas", "objective.kl.max_weight"}
     for key, hint in typed.hints().items():
         members = typing.get_args(hint) or (hint,)
         if bool in members or key in typed.free_form():
             continue
-        if str in members:
+        if typed.is_text(key):
             assert (key in choices.CHOICES) != (key in FREE_TEXT), key
         else:
             assert key in ranged, key

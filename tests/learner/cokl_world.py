@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,12 @@ def members_of(plan: CoklPlan, rank: int, own: dict[tuple[int, int], Sample]):
     return cokl_samples(own, mine, [one.arrays for one in mine.values()])
 
 
-def gradients(worker, cokl: CoKLConfig, *, capacity: int) -> tuple[dict, dict]:
+def gradients(worker, cokl: CoKLConfig, *, capacity: int, own: dict[tuple[int, int], Sample] | None = None) -> tuple[dict, dict]:
     """(gradients of the whole loss, metrics of the term)."""
     from akl_dist.learner.cokl_updates import CoklUpdates
 
-    own = samples()
-    plans, cokl_plan = planned(cokl, num_ranks=worker.world_size, capacity=capacity)
+    own = samples() if own is None else own
+    plans, cokl_plan = planned(cokl, num_ranks=worker.world_size, capacity=capacity, own=own)
     plan = plans[0].for_rank(worker.rank)
     updates = CoklUpdates(
         cokl_plan.for_rank(worker.rank), members_of(cokl_plan, worker.rank, own), cokl, trained=[True], old=[None],
@@ -119,6 +119,20 @@ def gradients(worker, cokl: CoKLConfig, *, capacity: int) -> tuple[dict, dict]:
     found = world.full_gradients(worker)
     worker.engine.optimizer.zero_grad()
     return found, updates.metrics()
+
+
+def untrained(own: dict[tuple[int, int], Sample], groups: Container[int]) -> dict[tuple[int, int], Sample]:
+    """The samples, those of ``groups`` without a verdict."""
+    return {key: dataclasses.replace(s, trains=False) if key[0] in groups else s for key, s in own.items()}
+
+
+def updated_alone(worker, cokl: CoKLConfig) -> dict:
+    """What two updates report of a step of which no response trains."""
+    plans, cokl_plan = planned(cokl, num_ranks=worker.world_size, updates=2, own=untrained(samples(), range(6)))
+    worker.objective = dataclasses.replace(worker.objective, cokl=cokl)
+    update = worker.update({}, [plan.for_rank(worker.rank) for plan in plans], step=1,
+                           cokl=(cokl_plan.for_rank(worker.rank), members_of(cokl_plan, worker.rank, {})))
+    return {"steps": (update.optimizer_steps, update.skipped_steps), "metrics": dict(update.metrics)}
 
 
 def variants() -> dict[str, CoKLConfig]:
@@ -132,6 +146,9 @@ def scenario_cokl(worker, folder: Path) -> dict:
     out: dict = {"without": world.gradients_of(worker, samples(), max_tokens=64)}
     for name, cokl in variants().items():
         out[name] = {cut: gradients(worker, cokl, capacity=cut) for cut in (40, 4096)}
+    alone = {"same": variants()["reference_buffer"], "anchor_dataset": variants()["anchor"]}
+    nothing = untrained(samples(), range(6))
+    out["alone"] = {name: {"gradients": gradients(worker, cokl, capacity=40, own=nothing)[0]} for name, cokl in alone.items()}
     # two updates by the paper's estimator: the second one's ratios are against the weights before the first
     cokl = dataclasses.replace(COKL, estimator="paper")
     own = samples()
@@ -140,6 +157,8 @@ def scenario_cokl(worker, folder: Path) -> dict:
     update = worker.update(own, [plan.for_rank(worker.rank) for plan in plans], step=1,
                            cokl=(cokl_plan.for_rank(worker.rank), members_of(cokl_plan, worker.rank, own)))
     out["update"] = (update.optimizer_steps, dict(update.metrics))
+    for name, cokl in alone.items():
+        out["alone"][name] |= updated_alone(worker, cokl)
     out["checksum"] = worker.parameters_checksum()
     return out
 

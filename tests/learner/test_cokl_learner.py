@@ -35,7 +35,8 @@ def test_which_prompts_have_a_term_and_where(estimator, num_ranks):
     assert [(r.total_prompts, r.skipped_prompts) for r in ranks] == [(4, 2)] * num_ranks
     assert {p.number for r in ranks for p in r.prompts} == TERMS[estimator]
     for rank, update in enumerate(ranks):
-        assert {p.number for p in update.prompts} <= set(plans[0].groups[rank])  # with its group
+        if estimator != "reference_buffer":  # which needs nothing of the group
+            assert {p.number for p in update.prompts} <= set(plans[0].groups[rank])
         scored = [key for row in update.score_rows for key in row]
         assert sorted(scored) == sorted(update.keys) and len(set(scored)) == len(scored)
         own_rows = [key for row in update.reference_rows for key in row]
@@ -61,6 +62,22 @@ def test_updates_share_out_prompts_and_anchors():
         own = {p.number for update in plan.updates for p in update[rank].prompts}
         assert set(plan.reference[rank]) == own
         assert all(plan.reference[rank][n].prompt_id == f"anchor/{-1 - n}" for n in own)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_reference_responses_have_a_term_where_none_of_the_group_trains(num_ranks):
+    """Groups 0 (no verdict) and 3 to 5 (a whole update): prompts 0 and 2, 3 and 4 have two reference responses or more."""
+    own = cokl_world.untrained(cokl_world.samples(), {0, 3, 4, 5})
+    cokl = dataclasses.replace(cokl_world.COKL, estimator="reference_buffer")
+    plans, plan = cokl_world.planned(cokl, num_ranks=num_ranks, updates=2, own=own)
+    assert [p.totals.tokens > 0 for p in plans] == [True, False]
+    assert [(u[0].total_prompts, u[0].skipped_prompts) for u in plan.updates] == [(2, 1), (2, 1)]
+    assert [{p.number for rank in u for p in rank.prompts} for u in plan.updates] == [{0, 2}, {3, 4}]
+    for rank in range(num_ranks):
+        assert set(plan.reference[rank]) == {p.number for u in plan.updates for p in u[rank].prompts}
+    for estimator in ("paper", "group"):  # the policy's own responses are members only where they train
+        _, plan = cokl_world.planned(dataclasses.replace(cokl, estimator=estimator), num_ranks=num_ranks, updates=2, own=own)
+        assert [(u[0].total_prompts, u[0].skipped_prompts) for u in plan.updates] == [(2, 1), (0, 3)]
 
 
 def test_rows_hold_no_more_than_their_capacity():
@@ -189,6 +206,23 @@ def test_a_denominator_of_one_rank_would_show(runs):
     found, _ = runs[2][0]["group"][40]
     term = {key: value - runs[2][0]["without"][key] for key, value in found.items()}
     assert largest_gap(term, doubled) > 100 * TOLERANCE
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("prompts", ["same", "anchor_dataset"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_of_the_term_alone(runs, ranks, prompts):
+    """Nothing of the step trains: the gradient is the term's, and the update is carried out and not skipped."""
+    cokl = dataclasses.replace(cokl_world.COKL, estimator="reference_buffer", prompts=prompts)
+    expected, count = plain_term(runs["folder"] / "model", cokl)
+    largest = max(float(g.abs().max()) for g in expected.values())
+    for rank in runs[ranks]:
+        found = rank["alone"][prompts]
+        assert (count, found["steps"]) == (4, (2, 0))  # half of the prompts are each update's
+        assert found["metrics"]["objective/cokl_prompts"] == 4 and "learner/tokens" not in found["metrics"]
+        assert found["metrics"]["learner/loss"] == pytest.approx(found["metrics"]["objective/cokl_loss"])
+        assert found["metrics"]["learner/grad_norm"] > 0
+        assert largest_gap(found["gradients"], expected) < TOLERANCE * largest
 
 
 @pytest.mark.stack

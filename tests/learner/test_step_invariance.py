@@ -102,7 +102,7 @@ def test_dealing_to_ranks(seed, name, ranks, capacity):
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_negative_control_counts_of_the_micro_batch(name):
     """Each part dividing by its own counts, as a mean of means does, is another update."""
-    batch, objective = make(1, 6), OBJECTIVES[name]
+    batch, objective = make(4, 6), OBJECTIVES[name]
     cuts = [[0, 1, 2], [3], [4, 5]]
     whole = update(batch, objective, [list(range(6))])
     own = [step_of([batch[i] for i in cut], objective, None) for cut in cuts]

@@ -48,17 +48,65 @@ def test_kl_in_the_reward_by_hand():
     assert metrics["objective/kl_activity_answer"] == pytest.approx(3 * LN2, rel=1e-5)
 
 
-def test_kl_in_the_reward_is_taken_at_the_anchor():
-    """At the start of the step (old = 1/4: k1 = ln 1.5), or of the engine with anchor rollout (mu = 1/2: k1 = ln 3); never of the
-    current policy. Two answer tokens of beta 3 cost 6 + 3 times k1; the ratio pi/anchor is not clipped from below for A < 0."""
+def test_kl_in_the_reward_is_that_of_the_policy_in_training():
+    """k1 = log(pi/ref) = ln 2 whatever the anchor is (old = 1/4, or mu = 1/2 with anchor rollout). Two answer tokens of beta 3 cost
+    6 + 3 times k1; the ratio pi/anchor is 4/3, or 2/3, clipped at .8 for A < 0."""
     one = sample(2, ref=SIXTH, rollout=math.log(1 / 2), answer=[True, True])
-    step = run([one], objective=IN_REWARD, old=torch.full((2,), math.log(1 / 4)))
-    advantages = [1 - 6 * math.log(1.5), 1 - 3 * math.log(1.5)]
+    advantages = [1 - 6 * LN2, 1 - 3 * LN2]
     assert advantages[0] < 0 and advantages[1] < 0
-    assert step.loss == pytest.approx(-4 / 3 * sum(advantages) / 2, rel=1e-5)
+    old = run([one], objective=IN_REWARD, old=torch.full((2,), math.log(1 / 4)))
+    assert old.loss == pytest.approx(-4 / 3 * sum(advantages) / 2, rel=1e-5)
     rollout = run([one], objective=dataclasses.replace(IN_REWARD, anchor="rollout"))
-    advantages = [1 - 6 * math.log(3), 1 - 3 * math.log(3)]
-    assert rollout.loss == pytest.approx(-0.8 * sum(advantages) / 2, rel=1e-5)  # r = 2/3, clipped at .8 for A < 0
+    assert rollout.loss == pytest.approx(-0.8 * sum(advantages) / 2, rel=1e-5)
+    for step in (old, rollout):
+        assert step.metrics()["objective/kl_reward_answer"] == pytest.approx(3 * LN2, rel=1e-5)
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_a_policy_that_is_the_reference_pays_no_kl_in_the_reward(anchor):
+    """pi = ref, however far the anchor is (the engine's gap is no KL): with an outcome of 0 there is no gradient at all."""
+    one = sample(2, advantage=0.0, ref=THIRD, rollout=SIXTH, answer=[False, True])
+    step = run([one], objective=dataclasses.replace(IN_REWARD, anchor=anchor), old=torch.full((2,), SIXTH))
+    assert not step.gradient.any() and step.loss == 0.0 and "objective/kl_reward_answer" not in step.metrics()
+
+
+def test_truncation_is_reported_where_kl_weights_are_in_force():
+    """mu = 1/6: w = 2, above 1.5, on one of two tokens."""
+    one = sample(2, rollout=[SIXTH, THIRD], ref=SIXTH)
+    assert run([one], objective=kl(max_weight=1.5)).metrics()["objective/kl_truncated_fraction"] == 0.5
+    unweighted = [kl(direction_answer="forward", state_weight="none", max_weight=1.5),
+                  kl(direction_reasoning="reverse", placement="reward", max_weight=1.5)]
+    for objective in unweighted:
+        assert "objective/kl_truncated_fraction" not in run([one], objective=objective).metrics()
+
+
+@pytest.mark.parametrize(("state_weight", "largest"), [("token", 2.0), ("cumulative", 5.0)])
+def test_default_truncation_is_that_of_the_weight(state_weight, largest):
+    """A weight of 8 is cut to 2 as a token's and to 5 as a product's; k3 = ln 2 - 1/2 at pi = 1/3, ref = 1/6."""
+    one = sample(1, advantage=0.0, rollout=math.log(1 / 24), ref=SIXTH)
+    objective = kl(state_weight=state_weight)
+    assert run([one], objective=objective).loss == pytest.approx(largest * 2 * K3, rel=1e-5)
+    untruncated = kl(state_weight=state_weight, max_weight=None)
+    assert run([one], objective=untruncated).loss == pytest.approx(8 * 2 * K3, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "ratios"), [
+    ("ppo", [4, 1, 2, 1]), ("ctpo", [4, 4, 8, 1]), ("ctpo_geomean", [4, 2, 2, 1]), ("gspo", [2, 2, 2, 1])])
+def test_ratio_metrics_are_of_the_ratio_that_the_loss_clips(name, ratios):
+    """Ratios 4, 1, 2 of one sequence and 1 of another: running products 4, 4, 8, their geometric means 4, 2, 2."""
+    objective = dataclasses.replace(NO_KL, policy_loss=name)
+    old = THIRD - torch.tensor([4.0, 1.0, 2.0, 1.0]).log()
+    metrics = run([sample(3), sample(1)], objective=objective, old=old).metrics()
+    assert metrics["objective/ratio_mean"] == pytest.approx(sum(ratios) / 4, rel=1e-5)
+    assert metrics["objective/ratio_max"] == pytest.approx(max(ratios), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "clamped"), [("ppo", 0), ("ctpo", 1 / 3), ("ctpo_geomean", 0), ("gspo", 0)])
+def test_clamped_fraction_is_of_the_ratio_that_the_loss_clips(name, clamped):
+    """Three log-ratios of 9 nats: only the running sum 27 passes the bound of 20."""
+    objective = dataclasses.replace(NO_KL, policy_loss=name)
+    metrics = run([sample(3)], objective=objective, old=torch.full((3,), THIRD - 9)).metrics()
+    assert metrics["objective/clamped_fraction"] == pytest.approx(clamped)
 
 
 def test_masked_content_stays_out_of_the_reward():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from akl_dist.config.resolve import kl_roles
 from akl_dist.config.schema import KLConfig
-from akl_dist.recorder import CONSTANT_REWARD_STEPS, QUIET_KL_STEPS, Alarms, kl_roles
+from akl_dist.recorder import CONSTANT_REWARD_STEPS, QUIET_KL_STEPS, Alarms
+
+BOTH = KLConfig()  # both roles have a beta
 
 
-def lines_of(rows, *, roles=("reasoning", "answer")) -> list[str]:
+def lines_of(rows, *, kl=BOTH) -> list[str]:
     """What is said over steps with these metrics."""
     said: list[str] = []
-    alarms = Alarms(said.append, kl_roles=roles)
+    alarms = Alarms(said.append, kl_roles=kl_roles(kl))
     for step, metrics in enumerate(rows, 1):
         alarms.check(step, dict(metrics))
     return said
@@ -47,10 +50,19 @@ def test_steps_without_a_policy_gradient_do_not_count_and_do_not_interrupt():
 
 def test_roles_without_a_beta_have_nothing_to_warn_of():
     rows = [activity(0.0, 0.0)] * (2 * QUIET_KL_STEPS)
-    assert lines_of(rows, roles=kl_roles(KLConfig(beta_reasoning=0.0, beta_answer=0.0))) == []
-    (line,) = lines_of(rows, roles=kl_roles(KLConfig(beta_reasoning=0.0)))
+    assert lines_of(rows, kl=KLConfig(beta_reasoning=0.0, beta_answer=0.0)) == []
+    (line,) = lines_of(rows, kl=KLConfig(beta_reasoning=0.0))
     assert "answer" in line
-    assert kl_roles(KLConfig(beta_reasoning=0.0, strength="matched")) == ("reasoning", "answer")
+    assert lines_of(rows, kl=KLConfig(beta_reasoning=1.0, beta_answer=0.0, strength="equal")) == []
+
+
+def test_the_key_that_is_named_is_the_one_that_acts():
+    """With one strength for both roles that is beta_answer; matched, the two together."""
+    reasoning, answer = "objective.kl.beta_reasoning", "objective.kl.beta_answer"
+    rows = [activity(0.0, 0.3)] * QUIET_KL_STEPS
+    for strength, keys in (("roles", reasoning), ("equal", answer), ("matched", f"{reasoning} or {answer}")):
+        (line,) = lines_of(rows, kl=KLConfig(strength=strength))
+        assert "reasoning tokens" in line and line.endswith(f"Raise {keys}.")
 
 
 def test_likelihood_ratios_of_the_votes_by_hand():

@@ -22,6 +22,7 @@ from akl_dist.objective import (
     kl_value_k1,
     kl_value_k2,
     kl_value_k3,
+    loss_log_ratio,
     policy_loss,
     policy_statistics,
     rollout_correction,
@@ -275,7 +276,8 @@ def test_clip_fraction(name):
     which, parameters = ours(name, golden["hyperparameters"])
     arguments = {"anchor_logp": inputs["old_logp"], "advantages": inputs["advantages"], "mask": mask}
     gradient = token_gradient(lambda x: policy_loss(which, logp=x, **arguments, **parameters), inputs["logp"])
-    sums = policy_statistics(logp=inputs["logp"], gradient=gradient, **arguments)
+    log_ratio = loss_log_ratio(which, logp=inputs["logp"], anchor_logp=inputs["old_logp"], mask=mask)
+    sums = policy_statistics(log_ratio=log_ratio, advantages=inputs["advantages"], mask=mask, gradient=gradient)
     metrics = golden["outputs"]["metrics"]
     # the peer counts the window and the dual clip apart; they are disjoint
     expected = metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"]

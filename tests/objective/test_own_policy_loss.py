@@ -147,6 +147,12 @@ def test_a_built_in_name_is_not_read_from_the_module(folder):
     (EXAMPLE.replace("width: float = 0.2", "wide: float = 0.2"), "did you mean 'wide'"),
     (EXAMPLE.replace("width: float = 0.2", "width: float, more: float"), "no value for more"),
     (EXAMPLE.replace("width: float = 0.2", "**kwargs"), "name every parameter"),
+    ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    (EXAMPLE.replace("width <= 0", "1 // 0"), "trial batch: ZeroDivisionError"),
+    (EXAMPLE.replace("return -", "return logp.sum(-1)\n    return -"), "result of policy loss 'soft_window'"),
+    (EXAMPLE.replace("return -", "return logp / 0\n    return -"), "a loss that is not finite"),
+    (EXAMPLE.replace("return -", "return logp.detach()\n    return -"), "no gradient in logp"),
+    (EXAMPLE.replace("return -", "return (logp - logp.detach()).sqrt()\n    return -"), "a gradient in logp that is not finite"),
 ])  # fmt: skip
 def test_a_module_that_does_not_fit_is_refused_before_anything_starts(folder, text, part):
     write(folder, "my_losses", text)

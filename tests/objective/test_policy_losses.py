@@ -9,6 +9,7 @@ import torch
 
 from akl_dist.objective import (
     POLICY_LOSSES,
+    loss_log_ratio,
     policy_loss,
     policy_statistics,
     register_policy_loss,
@@ -182,10 +183,35 @@ def test_statistics_by_hand():
     }
     logp = row(math.log(1.1), math.log(1.5), 25.0, math.nan)
     gradient = token_gradient(lambda x: policy_loss("ppo", logp=x, **arguments), logp)
-    got = policy_statistics(logp=logp, gradient=gradient, **arguments)
+    log_ratio = loss_log_ratio("ppo", logp=logp, anchor_logp=arguments["anchor_logp"], mask=arguments["mask"])
+    got = policy_statistics(log_ratio=log_ratio, advantages=arguments["advantages"], mask=arguments["mask"], gradient=gradient)
     assert (got.tokens.item(), got.clipped.item(), got.clamped.item()) == (3, 1, 1)
     assert got.ratio_sum.item() == pytest.approx(2.6 + math.exp(20), rel=1e-12)
     assert got.ratio_max.item() == pytest.approx(math.exp(20), rel=1e-12)
+
+
+def test_log_ratios_by_hand():
+    """1, 3, masked, 5: running sums 1, 4, -, 9; running means 1, 2, -, 3; the sequence's mean 3."""
+    tensors = {"logp": row(1, 3, math.nan, 5), "anchor_logp": row(0, 0, math.nan, 0), "mask": row(1, 1, 0, 1)}
+    expected = {"ppo": row(1, 3, 0, 5), "ctpo": row(1, 4, 0, 9), "ctpo_geomean": row(1, 2, 0, 3), "gspo": row(3, 3, 0, 3),
+                "a loss of one's own": row(1, 3, 0, 5)}
+    for name, values in expected.items():
+        torch.testing.assert_close(loss_log_ratio(name, **tensors), values, check_dtype=False)
+
+
+WIDE = {"ppo": {"clip_low": 1, "clip_high": 9}, "gspo": {"clip_low": 1, "clip_high": 9},
+        "ctpo": {"clip_low": 9, "clip_high": 9}, "ctpo_geomean": {"clip_low": 9, "clip_high": 9}, "cispo": {"clip_high": 9},
+        "reinforce": {"max_weight": 9}}
+
+
+@pytest.mark.parametrize("name", sorted(WIDE))
+def test_log_ratios_are_those_of_the_losses(name):
+    """With A = 1 and nothing clipped the gradient in logp is -ratio."""
+    tensors = {"logp": row(0.1, -0.4, 0.3, 0.2), "anchor_logp": row(0.0, 0.1, math.nan, 0.05), "mask": row(1, 1, 0, 1)}
+    gradient = token_gradient(lambda x: policy_loss(name, **{**tensors, "logp": x, "advantages": row(1, 1, 1, 1)}, **WIDE[name]),
+                              tensors["logp"])
+    kept = tensors["mask"] != 0
+    torch.testing.assert_close(loss_log_ratio(name, **tensors)[kept].exp(), -gradient[kept])
 
 
 def test_unknown_names_and_parameters_name_the_nearest():
