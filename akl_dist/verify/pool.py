@@ -12,6 +12,7 @@ import ray
 
 from akl_dist.cluster import actor
 from akl_dist.cluster.gather import fetch_all, gather, store_all
+from akl_dist.cluster.reserve import with_environment
 from akl_dist.config.schema import RolesConfig, VerifyConfig
 from akl_dist.contract.errors import RunError, VerifierFault
 from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup
@@ -122,7 +123,7 @@ class VerifyPool:
         for index, options in enumerate(actor_options):
             name = f"verify/{run_id}/{index}"
             graders = max(1, len(range(index, settings.verify.num_workers, len(actor_options))))
-            remote = ray.remote(VerifyActor).options(**options, name=name, max_restarts=0)
+            remote = ray.remote(VerifyActor).options(**with_environment(options, {}), name=name, max_restarts=0)
             self._actors[name] = remote.remote(settings, graders)
         self._started = {name: remote.start.remote() for name, remote in self._actors.items()}
 

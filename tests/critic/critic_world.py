@@ -7,6 +7,7 @@ uses).
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
@@ -173,6 +174,8 @@ def main() -> None:
     worker = make_worker(folder, rank, world_size, port)
     torch.save(globals()[f"scenario_{scenario}"](worker, folder), folder / f"result_{rank}.pt")
     worker.close()
+    sys.stdout.flush()
+    os._exit(0)  # the result is on disk; at interpreter exit a thread of gloo that is still joining aborts now and then
 
 
 if __name__ == "__main__":

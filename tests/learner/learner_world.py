@@ -290,6 +290,8 @@ def main() -> None:
     print(json.dumps({"scenario_s": round(time.monotonic() - started, 2)}))
     torch.save(result, folder / f"result_{rank}.pt")
     worker.close()
+    sys.stdout.flush()
+    os._exit(0)  # the result is on disk; at interpreter exit a thread of gloo that is still joining aborts now and then
 
 
 if __name__ == "__main__":

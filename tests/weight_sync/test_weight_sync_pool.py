@@ -216,6 +216,7 @@ class ModelRank:
 def test_real_engine(local_ray, tmp_path):
     import engine_models
 
+    from akl_dist.cluster.reserve import with_environment
     from akl_dist.rollout.launch import EngineSettings
     from akl_dist.rollout.pool import RolloutPool
 
@@ -229,7 +230,7 @@ def test_real_engine(local_ray, tmp_path):
         timeout_s=240.0,
     )
     path = os.pathsep.join(p for p in sys.path if p)
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}}}
+    options = with_environment({"num_cpus": 0}, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
     learner = {f"learner/real/{r}": local_ray.remote(ModelRank).options(**options).remote(r, str(tmp_path)) for r in range(1)}
     try:
         gather(rollout.ready(), timeout_s=240, stage="rollout", doing="starting")
