@@ -16,12 +16,14 @@ from akl_dist.objective.shaping import overlong_penalty
 
 class Rewards(NamedTuple):
     """One entry per response, groups one after another. rewards float64 [N], 0 where there is no verdict; valid bool [N];
-    group_index, lengths (tokens) int64 [N]; penalties float64 [N], what the length penalty has taken, None where it is off."""
+    group_index, lengths, trained_lengths (tokens) int64 [N]; penalties float64 [N], what the length penalty has taken, None where
+    it is off."""
 
     rewards: Tensor
     valid: Tensor
     group_index: Tensor
     lengths: Tensor
+    trained_lengths: Tensor
     penalties: Tensor | None
 
 
@@ -38,18 +40,22 @@ def shaped_rewards(labelled: Sequence[LabelledGroup], objective: ObjectiveConfig
     rewards = torch.tensor([reward or 0.0 for reward in raw], dtype=torch.float64)
     index = torch.tensor([g for g, group in enumerate(labelled) for _ in group.judged.verdicts], dtype=torch.int64)
     lengths = torch.tensor([n for group in labelled for n in group.rollout.response_lengths], dtype=torch.int64)
+    trained = torch.tensor([n for group in labelled for n in group.rollout.trained_lengths], dtype=torch.int64)
     penalties = None
     if objective.overlong_buffer_tokens:
         penalties = overlong_penalty(lengths, max_tokens=max_tokens, buffer_tokens=objective.overlong_buffer_tokens,
                                      penalty=objective.overlong_penalty)
         rewards = torch.where(valid, rewards - penalties, rewards)
-    return Rewards(rewards, valid, index, lengths, penalties)
+    return Rewards(rewards, valid, index, lengths, trained, penalties)
 
 
 def training_groups(labelled: Sequence[LabelledGroup], objective: ObjectiveConfig, *, max_tokens: int) -> list[TrainingGroup]:
-    """Advantages (objectives.md section 2) of every response that has a verdict, by ``objective.advantage``."""
+    """Advantages (objectives.md section 2) of every response that has a verdict, by ``objective.advantage``.
+
+    A response none of whose tokens trains (all its turns are left out) counts in its group's statistics and trains nothing.
+    """
     batch = shaped_rewards(labelled, objective, max_tokens=max_tokens)
-    advantages, valid = _advantages(batch, objective).tolist(), batch.valid.tolist()
+    advantages, valid = _advantages(batch, objective).tolist(), (batch.valid & (batch.trained_lengths > 0)).tolist()
     out, start = [], 0
     for group in labelled:
         size = len(group.judged.verdicts)
@@ -68,7 +74,7 @@ def _advantages(batch: Rewards, objective: ObjectiveConfig) -> Tensor:
                                 leave_one_out=objective.advantage == "rloo")
     if objective.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
         group_index = batch.group_index if objective.advantage == "reinforce_pp_baseline" else None
-        return batch_whitened_advantages(batch.rewards, batch.lengths, group_index=group_index, valid=batch.valid)
+        return batch_whitened_advantages(batch.rewards, batch.trained_lengths, group_index=group_index, valid=batch.valid)
     raise ValueError(f"objective.advantage is {objective.advantage!r}, expected grpo, rloo, reinforce_pp, "
                      "reinforce_pp_baseline or gae")
 

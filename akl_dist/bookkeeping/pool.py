@@ -67,7 +67,7 @@ class ReplayActor:
 
     def groups(self, step: int, policy_version: int, name: str) -> list[RolloutGroup]:
         return [RolloutGroup(prompt=g.prompt, response_lengths=g.response_lengths, finish_reasons=g.finish_reasons,
-                             policy_version=policy_version, engine=name, arrays=store(g.arrays))
+                             policy_version=policy_version, engine=name, arrays=store(g.arrays), turns=g.turns)
                 for g in self._reader.read(step)]
 
 

@@ -5,9 +5,10 @@ The functions take resolved arrays and know no cluster: whoever holds the arrays
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from akl_dist.contract.records import (
     RoleArrays,
     RolloutArrays,
     TrainingGroup,
+    Turns,
 )
 
 SCHEMA = pa.schema(
@@ -48,8 +50,11 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
         ("answer_span_tokens", pa.int32()),
+        ("turns", pa.string()),  # JSON of contract.records.Turns; null where the response was sampled in one piece
+        ("prompt_extras", pa.string()),  # JSON of the prompt's think_open, verifier, max_response_tokens and extra
     ]
 )
+_EXTRAS = ("think_open", "verifier", "max_response_tokens", "extra")
 _PER_TOKEN = ("role", "logp", "ref_logp", "entropy")
 _TEXT = ("prompt_id", "source", "prompt_text", "gold", "text", "status", "extracted", "finish_reason")
 _FILE = re.compile(r"step_(\d+)\.parquet")
@@ -80,6 +85,8 @@ class DumpRow:
     finish_reason: str
     policy_version: int
     answer_span_tokens: int
+    turns: str | None = None
+    prompt_extras: str = "{}"
 
     def __post_init__(self) -> None:
         lengths = {name: np.shape(getattr(self, name)) for name in ("response_token_ids", *_PER_TOKEN)}
@@ -97,6 +104,7 @@ def rows_of_group(
     ends = np.cumsum(header.response_lengths)
     if not len(rollout.token_ids) == len(reference.logp) == len(roles.answer_mask) == ends[-1]:
         raise ValueError(f"prompt {prompt.prompt_id}: arrays do not hold the {ends[-1]} tokens of the header")
+    extras = json.dumps({name: getattr(prompt, name) for name in _EXTRAS})
     rows = []
     for index, (end, length) in enumerate(zip(ends, header.response_lengths, strict=True)):
         piece = slice(end - length, end)
@@ -111,6 +119,7 @@ def rows_of_group(
                 status=verdict.status.value, extracted=judged.extracted[index], finish_reason=header.finish_reasons[index],
                 policy_version=header.policy_version,
                 answer_span_tokens=labelled.judged.answer_span_tokens[index],
+                turns=json.dumps(asdict(header.turns[index])) if header.turns else None, prompt_extras=extras,
             )
         )
     return rows
@@ -148,6 +157,7 @@ class ReplayGroup:
     arrays: RolloutArrays
     finish_reasons: tuple[str, ...]
     policy_version: int
+    turns: tuple[Turns, ...]
 
 
 def read_rollouts(path: Path) -> list[ReplayGroup]:
@@ -197,21 +207,27 @@ def _group(path: Path, table: pa.Table) -> ReplayGroup:
     def flat(name: str) -> np.ndarray:
         return np.array(table.column(name).combine_chunks().flatten())  # a copy: torch wants writable arrays
 
-    prompts = list(zip(*(column(n) for n in ("prompt_id", "source", "prompt_text", "gold")), strict=True))
+    prompts = list(zip(*(column(n) for n in ("prompt_id", "source", "prompt_text", "gold", "prompt_extras")), strict=True))
     versions = set(column("policy_version"))
     size = len(prompts)
     if len(set(prompts)) != 1 or len(versions) != 1 or column("sample_index") != list(range(size)):
         raise DataError(f"{path}, prompt {prompts[0][0]}", got=f"samples {column('sample_index')} of "
                         f"{len(set(prompts))} prompts and {len(versions)} policy versions", stage="rollout",
                         expected="samples 0 to G-1 of one prompt and version", remedy="Take the dump again.")
-    prompt_id, source, text, gold = prompts[0]
+    prompt_id, source, text, gold, extras = prompts[0]
+    turns = [Turns(**_tuples(json.loads(text))) for text in column("turns") if text is not None]
     return ReplayGroup(
-        prompt=Prompt(prompt_id, source, text, tuple(column("prompt_token_ids")[0]), gold),
+        prompt=Prompt(prompt_id, source, text, tuple(column("prompt_token_ids")[0]), gold, **json.loads(extras)),
         response_lengths=tuple(len(ids) for ids in column("response_token_ids")),
         arrays=RolloutArrays(flat("response_token_ids"), flat("logp")),
         finish_reasons=tuple(column("finish_reason")),
-        policy_version=versions.pop(),
+        policy_version=versions.pop(), turns=tuple(turns),
     )
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows lists alone."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 class ReplayOrder:

@@ -25,7 +25,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = "tiny"  # "tiny" (embedded), a local folder, or a hub name
+    path: str = "tiny"  # "tiny" or "tiny_tir" (embedded), a local folder, or a hub name
     dtype: str = "float32"  # float32 | bfloat16: learner and reference weights
     attention: str = "sdpa"  # sdpa | eager | flash_attention_2
 
@@ -49,11 +49,31 @@ class DataConfig:
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     system_prompt: str | None = None
     prompt_suffix: str | None = None  # null = the recipe's own instruction after each problem
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template, e.g. {enable_thinking: false}
+    mixture: dict[str, Any] = field(default_factory=dict)  # several sources: {gsm8k: {weight: 2}, mbpp: {weight: 1, verifier: code}}
     max_prompt_tokens: int = 64
     overlong: str = "drop"  # drop (counted and reported) | error
     invalid_gold: str = "error"  # error | drop (counted and listed by id): golds that the verifier cannot judge
     contaminated: str = "keep"  # keep (counted and listed) | drop | error: training prompts that are evaluated on
     limit: int | None = None  # use only the first N training rows
+
+
+@dataclass(frozen=True)
+class ToolsConfig:
+    """Conversations with an environment; ``max_response_tokens`` bounds all of a response, what the environment writes included."""
+
+    environment: str | None = None  # null = one turn | python (a tool in the sandbox) | module:Class of one's own
+    params: dict[str, Any] = field(default_factory=dict)  # keyword arguments of that class
+    max_turns: int = 5  # answers of the environment in one response; the turn after the last one is final
+    max_turn_tokens: int | None = None  # sampled in one turn; null = what is left of max_response_tokens
+    max_observation_tokens: int = 256  # of one answer of the environment; the middle of a longer one is cut out
+    call: str = "fenced"  # how the python tool is called: fenced (a code block that ends the turn) | hermes (<tool_call> JSON)
+    role: str = "tool"  # role of the environment's messages in the chat template: tool | user
+    interpreter: str = "stateless"  # stateless (a fresh process a call) | persistent (one a response)
+    void_turns: str = "keep"  # keep | mask_turn | mask_response: turns with neither a call nor a final answer
+    num_workers: int = 1  # environment processes of each engine
+    timeout_s: float = 10.0  # of one step of an environment
+    program_s: float = 5.0  # wall clock of one program of the python tool
 
 
 @dataclass(frozen=True)
@@ -73,24 +93,36 @@ class RolloutConfig:
     max_staleness: int = 0  # policy versions between sampling and the first update on the sample
     dynamic_sampling_rounds: int = 0  # further draws that replace groups of zero spread (DAPO); 0 = keep them
     replay: str | None = None  # folder of rollout dumps to train from, without engines
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    kind: str = "math"  # math | code (golds are tests; programs run in the sandbox)
+    kind: str = "math"  # math | code (golds are tests; programs run in the sandbox) | custom | http | environment (its own score)
+    custom: str | None = None  # module:function of kind custom, run in the graders
+    signature: str = "akl"  # how it is called: akl (keywords; see docs) | verl (compute_score) | openrlhf (reward_func)
+    http_url: str | None = None  # endpoint of kind http
+    http_timeout_s: float = 10.0  # of one request
+    http_retries: int = 2  # further tries after a failure to connect, a time-out, 429 or 5xx
+    http_token_env: str | None = None  # environment variable with a bearer token
+    right_at: float = 1.0  # a number from custom, http or environment counts as right from here on
+    terms: dict[str, Any] = field(default_factory=dict)  # more rewards beside kind's: {brief: {custom: "m:f", weight: 0.1}}
     num_workers: int = 1  # killable grader processes
     timeout_s: float = 5.0  # wall clock of one judgement; of code: of the programs of one judgement together
     allow_unsandboxed: bool = False  # code: run programs where this machine cannot isolate them
     tasks_per_worker: int = 2000  # a grader process is recycled after this many
     max_faulty_fraction: float = 0.2  # share of timeout, error and invalid_gold that stops the run
     batch_timeout_s: float = 300.0
+    queue_groups: int = 256  # finished groups that may wait for a grader before sampling waits for them
 
 
 @dataclass(frozen=True)
 class RolesConfig:
     rule: str = "majority"  # majority | position | entropy | verifier | random_span | random_tokens
-    entropy_source: str = "reference"
+    position: str = "marker"  # marker (what encloses the answer) | tail (the last tenth of the final section)
+    code_answer: str = "signature_and_return"  # of a program: signature_and_return | program (only after a think section)
+    entropy_source: str = "reference"  # reference | policy_forward (one more pass of the learner) | rollout_topk (the engine's)
     entropy_quantile: float = 0.5
     entropy_window: int = 9
 

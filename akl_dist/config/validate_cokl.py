@@ -28,6 +28,9 @@ def cokl_problems(config: Config) -> Problems:
     if cokl.estimator in FROM_REFERENCE and rollout.replay is not None:
         yield problem("objective.cokl.estimator", cokl.estimator, "group with rollout.replay: there are no engines to draw from "
                       "the reference", "Write objective.cokl.estimator=group.")
+    if cokl.estimator in FROM_REFERENCE and rollout.tools.environment is not None:
+        yield problem("objective.cokl.estimator", cokl.estimator, "group with rollout.tools.environment: the reference's own "
+                      "conversations are not drawn", "Write objective.cokl.estimator=group.")
     if cokl.prompts == "anchor_dataset":
         yield from _anchor(config)
 

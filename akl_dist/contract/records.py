@@ -37,12 +37,18 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier says of one response. ``extracted`` is the raw answer string, ``span`` its character range in the text."""
+    """What a verifier says of one response.
+
+    ``extracted`` is the raw answer string, ``span`` its character range in the text. ``score`` is the reward of a verifier that
+    gives more than right or wrong (None: 1 or 0); ``terms`` are the named terms it is a sum of, before their weights.
+    """
 
     status: Status
     extracted: str | None = None
     span: tuple[int, int] | None = None
     reason: str = ""
+    score: float | None = None
+    terms: tuple[tuple[str, float], ...] = ()
 
     @property
     def correct(self) -> bool | None:
@@ -52,21 +58,32 @@ class Verdict:
 
     @property
     def reward(self) -> float | None:
-        """1.0 for ok, 0.0 for wrong and no_answer, None (never 0) where the grader gave no verdict."""
+        """The score, else 1.0 for ok and 0.0 for wrong and no_answer; None (never 0) where the grader gave no verdict."""
         if not self.status.trains:
             return None
+        if self.score is not None:
+            return self.score
         return 1.0 if self.status is Status.OK else 0.0
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem, tokenised once. ``prompt_id`` is unique in its source: ``"<source>/<row id>"``."""
+    """One problem, tokenised once. ``prompt_id`` is unique in its source: ``"<source>/<row id>"``.
+
+    ``think_open``: the template has opened ``<think>`` at the end of ``token_ids``, so a response begins inside its reasoning.
+    ``verifier`` and ``max_response_tokens`` are those of the prompt's source in a mixture (empty and None: the run's own).
+    ``extra`` is JSON text of what else the row brings for a reward of one's own.
+    """
 
     prompt_id: str
     source: str
     text: str
     token_ids: tuple[int, ...]
     gold: str
+    think_open: bool = False
+    verifier: str = ""
+    max_response_tokens: int | None = None
+    extra: str = ""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -93,19 +110,79 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RolloutArrays:
-    """token_ids int32 [n], logp float32 [n] (of the distribution actually sampled: after temperature)."""
+    """token_ids int32 [n], logp float32 [n] (of the distribution actually sampled: after temperature; 0 on tokens that an
+    environment wrote), entropy float32 [n] in nats where the engine was asked for it (roles.entropy_source=rollout_topk)."""
 
     token_ids: np.ndarray
     logp: np.ndarray
+    entropy: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.logp.shape or self.token_ids.ndim != 1:
             raise ValueError(f"token ids {self.token_ids.shape} and log-probs {self.logp.shape} do not align")
+        if self.entropy is not None and self.entropy.shape != self.logp.shape:
+            raise ValueError(f"entropies {self.entropy.shape} and log-probs {self.logp.shape} do not align")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How one response came about in a conversation with an environment.
+
+    segments: lengths in tokens, alternating sampled by the policy and written by the environment, beginning with a sampled one.
+    void: turns (0 the first) with neither a call nor a final answer. left_out: turns whose sampled tokens do not train.
+    calls, failed_calls: tool calls made, and those of them that ended in an error. score: what the environment itself gave, None
+    where it gave nothing. fault: why there can be no verdict (the environment failed, not the policy), else empty.
+    """
+
+    segments: tuple[int, ...]
+    void: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    calls: int = 0
+    failed_calls: int = 0
+    score: float | None = None
+    fault: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.segments or any(n < 1 for n in self.segments):
+            raise ValueError(f"segments {self.segments}, expected lengths of at least 1 that begin with a sampled turn")
+        if not all(0 <= turn < self.num_turns for turn in (*self.void, *self.left_out)):
+            raise ValueError(f"void turns {self.void} and turns left out {self.left_out} of {self.num_turns}")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.segments)
+
+    @property
+    def num_turns(self) -> int:
+        return (len(self.segments) + 1) // 2
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(n for turn, n in enumerate(self.segments[::2]) if turn not in self.left_out)
+
+    @property
+    def last_turn(self) -> int:
+        """Where the last sampled turn begins, in tokens of the response."""
+        return sum(self.segments[: 2 * (self.num_turns - 1)])
+
+    def sampled_mask(self) -> np.ndarray:
+        """bool [n]: tokens sampled by the policy."""
+        return np.repeat(np.arange(len(self.segments)) % 2 == 0, self.segments)
+
+    def trained_mask(self) -> np.ndarray:
+        """bool [n]: those of them that are in no turn left out."""
+        kept = [index % 2 == 0 and index // 2 not in self.left_out for index in range(len(self.segments))]
+        return np.repeat(np.asarray(kept), self.segments)
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """Responses to one prompt. ``finish_reasons`` come from the engine ("stop" or "length"); lengths count the end token."""
+    """Responses to one prompt.
+
+    ``finish_reasons`` come from the engine ("stop" or "length") or say that the turns were used up ("turns"); lengths count end
+    tokens. ``turns`` has one :class:`Turns` per response of a conversation with an environment, and is empty where every response
+    was sampled in one piece.
+    """
 
     prompt: Prompt
     response_lengths: tuple[int, ...]
@@ -113,6 +190,7 @@ class RolloutGroup:
     policy_version: int
     engine: str
     arrays: Handle  # -> RolloutArrays
+    turns: tuple[Turns, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.response_lengths) != len(self.finish_reasons):
@@ -120,10 +198,29 @@ class RolloutGroup:
                              f"{len(self.finish_reasons)} finish reasons")
         if any(n < 1 for n in self.response_lengths):
             raise ValueError(f"prompt {self.prompt.prompt_id}: empty response")
+        if self.turns and tuple(one.num_tokens for one in self.turns) != self.response_lengths:
+            raise ValueError(f"prompt {self.prompt.prompt_id}: turns of {[one.num_tokens for one in self.turns]} tokens for "
+                             f"responses of {list(self.response_lengths)}")
 
     @property
     def num_tokens(self) -> int:
         return sum(self.response_lengths)
+
+    @property
+    def truncated(self) -> tuple[bool, ...]:
+        """Per response: it did not end by itself."""
+        return tuple(reason != "stop" for reason in self.finish_reasons)
+
+    @property
+    def trained_lengths(self) -> tuple[int, ...]:
+        """Tokens of each response that may train: sampled by the policy, in a turn that is not left out."""
+        return tuple(one.trained_tokens for one in self.turns) if self.turns else self.response_lengths
+
+    def trained_mask(self) -> np.ndarray:
+        """bool [n]: True on tokens that may train. From lengths alone."""
+        if not self.turns:
+            return np.ones(self.num_tokens, np.bool_)
+        return np.concatenate([one.trained_mask() for one in self.turns])
 
 
 # --- verify ------------------------------------------------------------------------------------------------------

@@ -20,25 +20,31 @@ MOMENTS = ("tokens", "value", "return", "return_squared", "error", "error_square
 
 @dataclass(frozen=True)
 class ValueSample:
-    """One response that has a verdict. ``reward`` is what it earned as a whole, on its last token."""
+    """One response that has a verdict. ``reward`` is what it earned as a whole, on the last token that the policy wrote. mask bool
+    [n]: tokens that train; None where all do."""
 
     prompt_ids: np.ndarray
     response_ids: np.ndarray
     reward: float
+    mask: np.ndarray | None = None
 
 
 def samples_of(index: int, group: TrainingGroup, rollout: RolloutArrays) -> dict[SampleKey, ValueSample]:
     """The responses of group ``index`` that train."""
     lengths = group.labelled.rollout.response_lengths
     prompt_ids = np.asarray(group.labelled.rollout.prompt.token_ids, np.int64)
-    pieces = np.split(rollout.token_ids, np.cumsum(lengths)[:-1])
-    return {(index, s): ValueSample(prompt_ids, piece, float(reward))
-            for s, (piece, reward, trains) in enumerate(zip(pieces, group.advantages, group.trains, strict=True)) if trains}
+    cuts = np.cumsum(lengths)[:-1]
+    pieces, turns = np.split(rollout.token_ids, cuts), group.labelled.rollout.turns
+    masks = np.split(group.labelled.rollout.trained_mask(), cuts) if turns else [None] * len(lengths)
+    rows = zip(pieces, group.advantages, group.trains, masks, strict=True)
+    return {(index, s): ValueSample(prompt_ids, piece, float(reward), mask)
+            for s, (piece, reward, trains, mask) in enumerate(rows) if trains}
 
 
 @dataclass(frozen=True)
 class ValueBatch(RowTensors):
-    """A packed row; mask bool [B, L], rewards float64 [B, L] (on the last token of each response). A dummy has no key."""
+    """A packed row; mask bool [B, L], rewards float64 [B, L] (on the last token of each response that trains). A dummy has no
+    key."""
 
     keys: tuple[SampleKey, ...]
     mask: torch.Tensor
@@ -48,10 +54,11 @@ class ValueBatch(RowTensors):
 def pack(keys: Sequence[SampleKey], samples: Sequence[ValueSample], *, device: torch.device | str = "cpu") -> ValueBatch:
     """One micro-batch from the samples of one row; no samples give the dummy."""
     row = row_tensors([(sample.prompt_ids, sample.response_ids) for sample in samples], device)
-    mask = row.grid(torch.full(row.targets.shape, bool(samples), device=device), False)
+    masks = [np.ones(len(s.response_ids), np.bool_) if s.mask is None else s.mask for s in samples]
+    mask = row.grid(torch.from_numpy(np.concatenate(masks or [np.zeros(1, np.bool_)])).to(device), False)
     rewards = torch.zeros(row.grid_shape, dtype=torch.float64, device=device)
-    for index, sample in enumerate(samples):
-        rewards[index, len(sample.response_ids) - 1] = sample.reward
+    for index, (sample, own) in enumerate(zip(samples, masks, strict=True)):
+        rewards[index, int(own.nonzero()[0][-1])] = sample.reward
     return ValueBatch(**vars(row), keys=tuple(keys), mask=mask, rewards=rewards)
 
 

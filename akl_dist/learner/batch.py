@@ -22,7 +22,7 @@ class Sample:
     """One response with everything the loss needs. Per-token arrays have the response's length n.
 
     ref_rows are the arrays of :attr:`ReferenceArrays.rows`, by name. advantage is one number for all tokens, or [n] (from a
-    critic). A sample with ``trains`` False counts nowhere.
+    critic). A sample with ``trains`` False counts nowhere; of one that trains the tokens in ``token_mask`` count (None: all).
     """
 
     prompt_ids: np.ndarray
@@ -33,6 +33,7 @@ class Sample:
     answer_mask: np.ndarray
     advantage: float | np.ndarray
     trains: bool
+    token_mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
@@ -42,6 +43,8 @@ class Sample:
         for name, array in self.ref_rows.items():
             if len(array) != n:
                 raise ValueError(f"reference's {name} has {len(array)} rows, expected {n}")
+        if self.token_mask is not None and self.token_mask.shape != (n,):
+            raise ValueError(f"token_mask has shape {self.token_mask.shape}, expected ({n},)")
         if np.shape(self.advantage) not in ((), (n,)):
             raise ValueError(f"advantage has shape {np.shape(self.advantage)}, expected one number or ({n},)")
 
@@ -49,6 +52,13 @@ class Sample:
     def token_advantages(self) -> np.ndarray:
         """float32 [n]."""
         return np.broadcast_to(np.float32(self.advantage), len(self.response_ids))
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [n]: tokens that count in the loss."""
+        if self.trains and self.token_mask is not None:
+            return self.token_mask
+        return np.full(len(self.response_ids), self.trains)
 
 
 def samples_of(
@@ -70,12 +80,13 @@ def samples_of(
         advantages = np.split(whitened.astype(np.float32), np.cumsum(lengths)[:-1])
     prompt_ids = np.asarray(group.labelled.rollout.prompt.token_ids, np.int64)
     ends = np.cumsum(lengths)
+    mask = group.labelled.rollout.trained_mask() if group.labelled.rollout.turns else None
     samples = []
     for start, end, advantage, trains in zip(ends - lengths, ends, advantages, group.trains, strict=True):
         cut = slice(int(start), int(end))
         rows = {name: array[cut] for name, array in reference.rows.items()}
         samples.append(Sample(prompt_ids, rollout.token_ids[cut], rollout.logp[cut], reference.logp[cut], rows,
-                              roles.answer_mask[cut], advantage, bool(trains)))
+                              roles.answer_mask[cut], advantage, bool(trains), None if mask is None else mask[cut]))
     return samples
 
 
@@ -130,7 +141,7 @@ def pack(keys: Sequence[SampleKey], samples: Sequence[Sample], *, device: torch.
         ref_topk=TopkReference(rows["topk_ids"], rows["topk_logp"], rows["topk_rest"], floats("ref_logp"))
         if "topk_ids" in rows else None,
         answer_mask=flags([s.answer_mask for s in samples]),
-        mask=flags([np.full(len(s.response_ids), s.trains) for s in samples]),
+        mask=flags([s.mask for s in samples]),
         advantages=floats("token_advantages"),
     )
 

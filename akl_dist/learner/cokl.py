@@ -195,8 +195,9 @@ def cokl_samples(
 
 
 def sequence_logp(batch: MicroBatch, logp: Tensor) -> Tensor:
-    """float64 [B]: log-prob of each response of the row from flat [n] ones."""
-    return logp.new_zeros(len(batch.keys), dtype=torch.float64).index_add(0, batch.sequence_index, logp.double())
+    """float64 [B]: log-prob of each response of the row from flat [n] ones: of the tokens that count in it."""
+    counted = select(logp.double(), batch.mask)
+    return logp.new_zeros(len(batch.keys), dtype=torch.float64).index_add(0, batch.sequence_index, counted)
 
 
 def by_response(
@@ -209,7 +210,7 @@ def by_response(
             return None
         if keys:
             pieces = flat.double().split([len(samples[key].response_ids) for key in keys])
-            out |= {key: piece.sum().item() for key, piece in zip(keys, pieces, strict=True)}
+            out |= {key: piece[torch.from_numpy(samples[key].mask)].sum().item() for key, piece in zip(keys, pieces, strict=True)}
     return out
 
 
@@ -276,11 +277,11 @@ def _terms(
     own = [members.samples[key] for key in keys]
     is_reference = [key in members.reference_logp for key in keys]
     current = [seq_logp[key] for key in keys]
-    ref = [members.reference_logp.get(key, float(np.sum(s.ref_logp, dtype=np.float64))) for key, s in zip(keys, own, strict=True)]
+    ref = [members.reference_logp.get(key, _total(s.ref_logp, s)) for key, s in zip(keys, own, strict=True)]
     if cokl.estimator == "paper":
         behaviour = current if old_logp is None else [0.0 if key in members.reference_logp else old_logp[key] for key in keys]
     else:
-        behaviour = [float(np.sum(sample.rollout_logp, dtype=np.float64)) for sample in own]
+        behaviour = [_total(sample.rollout_logp, sample) for sample in own]
 
     def reals(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
@@ -289,9 +290,14 @@ def _terms(
         cokl.estimator, seq_logp=reals(current), seq_ref_logp=reals(ref), seq_behaviour_logp=reals(behaviour),
         correct=torch.ones(len(keys), dtype=torch.bool), group_index=torch.tensor([key[0] for key in keys]),
         is_reference=torch.tensor(is_reference), clip=cokl.clip, min_ess_fraction=cokl.min_ess_fraction,
-        length_normalize=cokl.length_normalize, lengths=torch.tensor([len(sample.response_ids) for sample in own]),
+        length_normalize=cokl.length_normalize, lengths=torch.tensor([int(sample.mask.sum()) for sample in own]),
         sequence_ids=torch.tensor([_identity(sample.response_ids) for sample in own]),
     )
+
+
+def _total(logp: np.ndarray, sample: Sample) -> float:
+    """Log-prob of the response's tokens that count."""
+    return float(np.sum(logp, where=sample.mask, dtype=np.float64))
 
 
 def _identity(tokens: np.ndarray) -> int:

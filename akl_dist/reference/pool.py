@@ -75,7 +75,8 @@ class ReferenceActor:
             [group.arrays for group in groups], timeout_s=self._settings.timeout_s, stage=STAGE,
             what=f"rollout arrays of {len(groups)} groups")
         scored = self.worker.score([
-            Responses(group.prompt.token_ids, np.split(own.token_ids, np.cumsum(group.response_lengths)[:-1]), own.logp)
+            Responses(group.prompt.token_ids, np.split(own.token_ids, np.cumsum(group.response_lengths)[:-1]), own.logp,
+                      group.trained_mask() if group.turns else None)
             for group, own in zip(groups, arrays, strict=True)
         ])
         handles = store_all([one.arrays for one in scored])

@@ -28,11 +28,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Responses:
-    """The responses to one prompt. responses: int32 [T_i] each; rollout_logp: float32 [n], flat, the engine's log-probs."""
+    """The responses to one prompt. responses: int32 [T_i] each; rollout_logp: float32 [n], flat, the engine's log-probs; mask: bool
+    [n], tokens that the KL estimates count (None: all)."""
 
     prompt_ids: Sequence[int]
     responses: Sequence[np.ndarray]
     rollout_logp: np.ndarray
+    mask: np.ndarray | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -119,7 +121,7 @@ def _array(values: torch.Tensor) -> np.ndarray:
 def _record(group: Responses, fields: list[dict[str, np.ndarray]]) -> Scored:
     flat = {name: np.concatenate([field[name] for field in fields]) for name in fields[0]}
     mu, ref = torch.tensor(group.rollout_logp, dtype=torch.float32), torch.from_numpy(flat["logp"])
-    mask = torch.ones_like(mu, dtype=torch.bool)
+    mask = torch.ones_like(mu, dtype=torch.bool) if group.mask is None else torch.from_numpy(group.mask)
     estimates = (kl_value_k1(logp=mu, ref_logp=ref, mask=mask), kl_value_k3(logp=mu, ref_logp=ref, mask=mask))
     k1, k3 = (tuple(float(piece.double().sum()) for piece in estimate.split(group.sizes)) for estimate in estimates)
     return Scored(ReferenceArrays(**flat), k1, k3)

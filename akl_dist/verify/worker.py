@@ -20,30 +20,41 @@ from akl_dist.contract.records import (
     JudgedArrays,
     JudgedGroup,
     LabelledGroup,
+    Prompt,
     ReferenceArrays,
     ReferenceGroup,
     RoleArrays,
     RolloutArrays,
     RolloutGroup,
+    Turns,
     Verdict,
 )
 from akl_dist.verify.grader import GraderPool, Item
 from akl_dist.verify.math import distinct_answers
 from akl_dist.verify.roles import Votes, position_votes, response_seed, role_votes, token_roles, verifier_votes, vote_table
-from akl_dist.verify.segments import THINK
+from akl_dist.verify.segments import END_THINK, THINK
 from akl_dist.verify.token_text import Span, TokenText
 
 REASON_CHARACTERS = 200  # of a verdict's header, which passes through the driver
-PROMPT_TAIL_TOKENS = 16  # enough to see whether the prompt ends with an opened <think>
+TEMPLATE_TAIL_TOKENS = 16  # enough to see whether the template has opened <think> for the next turn
 
 
 @dataclass(frozen=True)
 class _Response:
-    """One decoded response: ``text`` in full, ``end`` where its end token begins (or the text's length)."""
+    """One decoded response: ``text`` in full; of its last turn (the whole response where there is one turn) ``final``, the text up
+    to its end token, and ``spans``, the character range of each token in it; ``before``, the tokens of earlier turns.
+    ``think_open``: the last turn begins inside reasoning."""
 
     text: str
+    final: str
     spans: list[Span]
-    end: int
+    before: int
+    think_open: bool
+    truncated: bool
+
+    def votes(self, last_turn: list[bool]) -> list[bool]:
+        """One per token of the response from those of the last turn: what was written before it is no answer."""
+        return [False] * self.before + last_turn
 
 
 @dataclass(frozen=True)
@@ -114,21 +125,16 @@ class VerifyWorker:
         """One judged group per group, in order; ``arrays`` of each is the :class:`JudgedArrays` record itself."""
         deadline = time.monotonic() + self._config.batch_timeout_s
         decoded = [self._decode(group, record) for group, record in zip(groups, arrays, strict=True)]
-        think_open = [self._think_open(group) for group in groups]
         items = [
-            Item(group.prompt.gold, response.text[: response.end], reason == "length", opened)
-            for group, responses, opened in zip(groups, decoded, think_open, strict=True)
-            for response, reason in zip(responses, group.finish_reasons, strict=True)
+            Item(group.prompt.gold, response.final, response.truncated, response.think_open)
+            for group, responses in zip(groups, decoded, strict=True) for response in responses
         ]
         verdicts = iter(self._graders.judge_many(items, batch_deadline=deadline))
         judged = []
-        for group, responses, opened in zip(groups, decoded, think_open, strict=True):
+        for group, responses in zip(groups, decoded, strict=True):
             mine = tuple(next(verdicts) for _ in responses)
-            verifier = [verifier_votes(v.span, r.spans) for v, r in zip(mine, responses, strict=True)]
-            position = [
-                position_votes(r.text[: r.end], r.spans, reason == "length", think_open=opened)
-                for r, reason in zip(responses, group.finish_reasons, strict=True)
-            ]
+            verifier = [r.votes(verifier_votes(v.span, r.spans)) for v, r in zip(mine, responses, strict=True)]
+            position = [r.votes(position_votes(r.final, r.spans, r.truncated, think_open=r.think_open)) for r in responses]
             record = JudgedArrays(tuple(r.text for r in responses), tuple(v.extracted for v in mine), _flat(position),
                                   _flat(verifier))
             headers = tuple(Verdict(v.status, reason=v.reason[:REASON_CHARACTERS]) for v in mine)
@@ -139,17 +145,32 @@ class VerifyWorker:
     def _decode(self, group: RolloutGroup, arrays: RolloutArrays) -> list[_Response]:
         _check_length(group, "rollout", len(arrays.token_ids))
         responses, start = [], 0
-        for length in group.response_lengths:
+        for index, length in enumerate(group.response_lengths):
             ids = arrays.token_ids[start : start + length].tolist()
             start += length
-            text, spans = self._token_text.decode(ids)
-            ends = [span[0] for token, span in zip(ids, spans, strict=True) if token in self._end_ids]
-            responses.append(_Response(text, spans, ends[0] if ends else len(text)))
+            turns = group.turns[index] if group.turns else Turns((length,))
+            before = turns.last_turn
+            text, spans = self._token_text.decode(ids[before : before + turns.segments[2 * (turns.num_turns - 1)]])
+            ends = [span[0] for token, span in zip(ids[before:], spans, strict=False) if token in self._end_ids]
+            spans += [(len(text), len(text))] * (length - before - len(spans))  # an environment's last words, after the last turn
+            responses.append(_Response(
+                text=self._token_text.decode(ids)[0] if group.turns else text, final=text[: ends[0]] if ends else text, spans=spans,
+                before=before, think_open=self._think_open(group.prompt, ids, turns), truncated=group.truncated[index]))
         return responses
 
-    def _think_open(self, group: RolloutGroup) -> bool:
-        text, _ = self._token_text.decode(group.prompt.token_ids[-PROMPT_TAIL_TOKENS:])
-        return text.rstrip().endswith(THINK)
+    def _think_open(self, prompt: Prompt, ids: list[int], turns: Turns) -> bool:
+        """Whether the last turn begins inside reasoning: opened by the prompt, or by an earlier turn, and not closed since. Of what
+        the environment wrote only the end counts, which is the template's; the rest may hold any text."""
+        opened, start = prompt.think_open, 0
+        for index, length in enumerate(turns.segments[: 2 * (turns.num_turns - 1)]):
+            piece = ids[start : start + length]
+            start += length
+            text, _ = self._token_text.decode(piece if index % 2 == 0 else piece[-TEMPLATE_TAIL_TOKENS:])
+            if index % 2:
+                opened = opened or text.rstrip().endswith(THINK)
+            elif THINK in text or END_THINK in text:
+                opened = text.rfind(THINK) > text.rfind(END_THINK)
+        return opened
 
     # --- roles -------------------------------------------------------------------------------------------------------
 
@@ -162,18 +183,18 @@ class VerifyWorker:
         for one in parts:
             one.check()
         lengths = np.asarray([n for one in parts for n in one.group.response_lengths])
-        mask = np.arange(lengths.max())[None, :] < lengths[:, None]
+        cells = np.arange(lengths.max())[None, :] < lengths[:, None]
 
         def padded(pieces: list[np.ndarray], dtype: type) -> torch.Tensor:
-            out = np.zeros(mask.shape, dtype)
-            out[mask] = np.concatenate(pieces)
+            out = np.zeros(cells.shape, dtype)
+            out[cells] = np.concatenate(pieces)
             return torch.from_numpy(out)
 
         ids = padded([one.arrays.token_ids for one in parts], np.int32)
-        is_last = torch.from_numpy(np.arange(mask.shape[1])[None, :] == lengths[:, None] - 1)
+        is_last = torch.from_numpy(np.arange(cells.shape[1])[None, :] == lengths[:, None] - 1)
         arguments = {
             "entropies": padded([one.reference_arrays.entropy for one in parts], np.float32),
-            "mask": torch.from_numpy(mask),
+            "mask": padded([one.group.trained_mask() for one in parts], np.bool_),
             "position_mask": padded([one.judged_arrays.position_mask for one in parts], np.bool_),
             "verifier_span_mask": padded([one.judged_arrays.verifier_mask for one in parts], np.bool_),
             "eos_mask": torch.isin(ids, torch.tensor(sorted(self._end_ids), dtype=ids.dtype)) & is_last,
@@ -191,7 +212,7 @@ class VerifyWorker:
             labelled.append(LabelledGroup(
                 rollout=one.group, judged=one.judged, reference=one.reference,
                 answer_tokens=tuple(answer[rows].sum(1).tolist()), vote_counts=vote_table(mine, arguments["mask"][rows]),
-                roles=RoleArrays(answer[rows].numpy()[mask[rows]]),
+                roles=RoleArrays(answer[rows].numpy()[cells[rows]]),
             ))
         return labelled
 

@@ -20,17 +20,24 @@ SampleKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class GroupLengths:
-    """A group as the planner sees it: lengths in tokens; ``trains`` and ``answer_tokens`` per response."""
+    """A group as the planner sees it: lengths in tokens; ``trains`` and ``answer_tokens`` per response. ``trained_tokens``: those
+    of each response that count in the loss; None where all do."""
 
     prompt_tokens: int
     response_tokens: tuple[int, ...]
     answer_tokens: tuple[int, ...]
     trains: tuple[bool, ...]
+    trained_tokens: tuple[int, ...] | None = None
+
+    @property
+    def counted_tokens(self) -> tuple[int, ...]:
+        return self.response_tokens if self.trained_tokens is None else self.trained_tokens
 
 
 def lengths_of(group: TrainingGroup) -> GroupLengths:
     rollout = group.labelled.rollout
-    return GroupLengths(len(rollout.prompt.token_ids), rollout.response_lengths, group.labelled.answer_tokens, group.trains)
+    return GroupLengths(len(rollout.prompt.token_ids), rollout.response_lengths, group.labelled.answer_tokens, group.trains,
+                        rollout.trained_lengths)
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ def _plan_update(groups: Sequence[GroupLengths], members: list[int], num_ranks: 
     keys = {g: [(g, s) for s, trains in enumerate(groups[g].trains) if trains] for g in members}
     trained = [key for g in members for key in keys[g]]
     totals = Totals(
-        tokens=sum(groups[g].response_tokens[s] for g, s in trained), sequences=len(trained),
+        tokens=sum(groups[g].counted_tokens[s] for g, s in trained), sequences=len(trained),
         answer_tokens=sum(groups[g].answer_tokens[s] for g, s in trained),
     )
     size = {(g, s): row_tokens(groups[g].prompt_tokens, groups[g].response_tokens[s]) for g, s in trained}

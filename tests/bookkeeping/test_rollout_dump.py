@@ -21,6 +21,7 @@ from akl_dist.contract.records import (
     RolloutGroup,
     Status,
     TrainingGroup,
+    Turns,
     Verdict,
 )
 
@@ -248,3 +249,21 @@ def test_no_rows(tmp_path):
     write_rollouts(tmp_path / "step_000001.parquet", [])
     with pytest.raises(DataError, match="got 0 rows"):
         read_rollouts(tmp_path / "step_000001.parquet")
+
+
+def test_conversations_and_prompts_come_back(tmp_path):
+    """Turns and what a prompt says of its verifier and template are part of a dump: a replay judges and trains as the run did."""
+    training, *arrays = group_of("s/1", (5, 2), seed=0)
+    turns = (Turns((2, 2, 1), void=(0,), left_out=(0,), calls=1, failed_calls=1, score=0.5, fault="late"), Turns((2,)))
+    prompt = dataclasses.replace(training.labelled.rollout.prompt, think_open=True, verifier="code", max_response_tokens=9,
+                                 extra='{"a": 1}')
+    rollout = dataclasses.replace(training.labelled.rollout, turns=turns, prompt=prompt)
+    training = dataclasses.replace(training, labelled=dataclasses.replace(training.labelled, rollout=rollout))
+    path = dump_path(tmp_path, 1)
+    write_rollouts(path, rows_of_group(1, training, *arrays))
+    (group,) = read_rollouts(path)
+    assert group.turns == turns and group.prompt == prompt
+
+
+def test_one_piece_responses_have_no_turns(dump):
+    assert all(group.turns == () for group in read_rollouts(dump))

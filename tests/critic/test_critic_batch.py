@@ -9,7 +9,7 @@ import pytest
 import torch
 from critic_groups import training_group
 
-from akl_dist.contract.records import CriticArrays, RolloutArrays, TrainingGroup, Update
+from akl_dist.contract.records import CriticArrays, RolloutArrays, TrainingGroup, Turns, Update
 from akl_dist.critic.batch import (
     MOMENTS,
     SUMS,
@@ -146,3 +146,23 @@ def test_the_learner_trains_on_whitened_token_advantages():
     assert learner.pack([(0, 0), (0, 1)], plain).advantages.tolist() == [9, 9, 9]
     with pytest.raises(ValueError, match="advantages have shape"):
         learner.samples_of(group, *arrays, CriticArrays(np.zeros(2, np.float32)))
+
+
+def test_what_an_environment_wrote_has_no_value_and_no_reward():
+    """Two sampled tokens around one of the environment and one after the last: advantages as without them."""
+    whole = dataclasses.replace(sample(4, 8.0), mask=np.array([True, False, True, False]))
+    batch = packed(whole)
+    assert batch.rewards.tolist() == [[0, 0, 8, 0]] and batch.mask.tolist() == [[True, False, True, False]]
+    targets = targets_of(batch, torch.tensor([1.0, 9.0, 2.0, 9.0]), gamma=0.5, lam=0.5)
+    alone = targets_of(packed(sample(2, 8.0)), torch.tensor([1.0, 2.0]), gamma=0.5, lam=0.5)
+    assert targets.advantages[0, [0, 2]].tolist() == alone.advantages[0].tolist()
+    assert targets.advantages[0, [1, 3]].tolist() == [0, 0]
+
+
+def test_samples_carry_the_mask_of_their_turns():
+    group = training_group("p", lengths=(4, 2), advantages=(1.0, 0.0), trains=(True, True))
+    rollout = dataclasses.replace(group.labelled.rollout, turns=(Turns((1, 2, 1)), Turns((2,))))
+    group = dataclasses.replace(group, labelled=dataclasses.replace(group.labelled, rollout=rollout))
+    made = samples_of(0, group, RolloutArrays(np.arange(6, dtype=np.int32), np.zeros(6, np.float32)))
+    masks = [one.mask for one in made.values()]
+    assert [None if mask is None else mask.tolist() for mask in masks] == [[True, False, False, True], [True, True]]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from akl_dist.config.schema import ObjectiveConfig
+from akl_dist.contract.records import Turns
 from akl_dist.summaries import objective_metrics, verify_metrics
 from akl_dist.training_batch import overlong_metrics, shaped_rewards, training_groups
 from tests.loop.test_summaries import LATE, NONE, OK, WRONG, group
@@ -68,3 +70,14 @@ def test_no_verdict_has_no_advantage():
 def test_unknown_name():
     with pytest.raises(ValueError, match="expected grpo, rloo"):
         advantages([group("a", (OK, WRONG))], advantage="grp")
+
+
+def test_a_response_without_a_trained_token_counts_in_its_group_and_trains_nothing():
+    """Void turns left out (mask_response): the verdict is real, so the others are compared with it."""
+    one = group("a", (OK, WRONG), lengths=(3, 4))
+    turns = (Turns((1, 1, 1)), Turns((2, 1, 1), void=(0, 1), left_out=(0, 1)))
+    one = replace(one, rollout=replace(one.rollout, turns=turns))
+    (made,) = training_groups([one], ObjectiveConfig(normalize_std=False), max_tokens=10)
+    assert made.trains == (True, False) and made.advantages == pytest.approx((0.5, -0.5))
+    batch = shaped_rewards([one], ObjectiveConfig(), max_tokens=10)
+    assert batch.trained_lengths.tolist() == [2, 0] and batch.lengths.tolist() == [3, 4]

@@ -166,3 +166,17 @@ def test_pool_deals_groups_and_keeps_their_order(folder, cluster):
         assert record.kl_k1 == pytest.approx(expected.kl_k1, rel=1e-5)
     assert set(pool.ping()) == {"reference/test/0", "reference/test/1"}
     pool.close()
+
+
+def test_kl_estimates_leave_out_what_an_environment_wrote(folder):
+    """The same scores for every token; sums over the sampled ones alone."""
+    worker, responses = make_worker(folder, estimator="sampled"), RESPONSES[0]
+    n = sum(map(len, responses))
+    logp = np.full(n, -1.0, np.float32)
+    mask = np.arange(n) % 3 != 1
+    whole, part = worker.score([Responses(PROMPTS[0], responses, logp), Responses(PROMPTS[0], responses, logp, mask)])
+    np.testing.assert_allclose(part.arrays.logp, whole.arrays.logp, rtol=1e-5)
+    cuts = np.cumsum([len(r) for r in responses])[:-1]
+    expected = [np.sum(-1.0 - ref[own].astype(np.float64))
+                for ref, own in zip(np.split(part.arrays.logp, cuts), np.split(mask, cuts), strict=True)]
+    assert part.kl_k1 == pytest.approx(expected, abs=1e-4) and whole.kl_k1 != pytest.approx(expected)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from verify_examples import byte_level_tokenizer, group_of, reference_of, tiny_t
 
 from akl_dist.config.schema import RolesConfig, VerifyConfig
 from akl_dist.contract.errors import ModelError, RunError
-from akl_dist.contract.records import Status
+from akl_dist.contract.records import Status, Turns
 from akl_dist.verify.token_text import TokenText
 from akl_dist.verify.worker import LabelParts, VerifyWorker
 
@@ -134,14 +135,6 @@ def test_random_roles_are_the_runs_and_the_responses_own(worker, tiny, monkeypat
     assert len({mask.tobytes() for mask in masks}) == 3
 
 
-def test_prompt_that_opens_the_reasoning(worker, tiny):
-    _, tokenizer = tiny
-    texts = ["7+3=10\\boxed{16}<eos>", "7+3=10</think>\\boxed{16}<eos>"]
-    group = group_of(tokenizer, texts, prompt="<user>7+3+6=<assistant><think>")
-    (judged,) = worker.judge([group], [group.arrays])
-    assert [v.status for v in judged.verdicts] == [Status.NO_ANSWER, Status.OK]
-
-
 def test_misaligned_arrays_are_refused(worker, tiny):
     _, tokenizer = tiny
     group = group_of(tokenizer, [RIGHT])
@@ -205,3 +198,64 @@ def test_unknown_tokenizers_are_refused(tmp_path):
         '"decoder":{"type":"WordPiece","prefix":"##","cleanup":true}}')
     with pytest.raises(ModelError, match="WordPiece"):
         TokenText(tmp_path)
+
+
+TOOL = "<user>\\boxed{16}</think><assistant>"  # what an environment and the template write between two turns
+
+
+def conversation(tokenizer, texts, segments, *, finish="stop", **prompt):
+    """One response made of ``texts`` as segments, sampled and written in turn."""
+    group = group_of(tokenizer, ["".join(texts)], finish=[finish])
+    turns = Turns(tuple(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in segments))
+    return replace(group, turns=(turns,), prompt=replace(group.prompt, **prompt))
+
+
+def test_only_the_last_turn_is_judged(worker, tiny):
+    """An answer that the environment prints, or that an earlier turn gives, is no answer; spans lie in the whole response."""
+    _, tokenizer = tiny
+    last = "<think>6</think>\\boxed{15}<eos>"
+    group = conversation(tokenizer, texts := ["\\boxed{16}<eos>", TOOL, last], texts)
+    (judged,) = worker.judge([group], [group.arrays])
+    assert judged.verdicts[0].status is Status.WRONG and judged.arrays.extracted == ("15",)
+    assert judged.arrays.texts == ("".join(texts),)
+    assert chosen(tokenizer, group, judged.arrays.position_mask) == [["\\boxed", "{", "1", "5", "}"]]
+    first = np.flatnonzero(judged.arrays.position_mask)[0]
+    assert first == group.turns[0].last_turn + len(tokenizer.encode("<think>6</think>").ids)
+
+
+def test_a_conversation_without_a_last_answer_has_none(worker, tiny):
+    _, tokenizer = tiny
+    group = conversation(tokenizer, texts := ["\\boxed{16}<eos>", TOOL, "7+3<eos>"], texts)
+    (judged,) = worker.judge([group], [group.arrays])
+    assert judged.verdicts[0].status is Status.NO_ANSWER
+
+
+@pytest.mark.parametrize(("earlier", "written", "opened"), [
+    ("<think>7<eos>", TOOL, True),  # the program's own </think> closes nothing
+    ("<think>7</think>8<eos>", TOOL, False),
+    ("7<eos>", "<user>8<assistant><think>", True),  # the template opens it
+    ("7<eos>", "<user><think>8<assistant>", False),
+])
+def test_reasoning_that_an_earlier_turn_left_open(worker, tiny, earlier, written, opened):
+    _, tokenizer = tiny
+    for last, status in (("\\boxed{16}<eos>", Status.NO_ANSWER if opened else Status.OK), ("</think>\\boxed{16}<eos>", Status.OK)):
+        group = conversation(tokenizer, texts := [earlier, written, last], texts)
+        assert worker.judge([group], [group.arrays])[0].verdicts[0].status is status
+
+
+def test_a_prompt_that_opens_the_reasoning(worker, tiny):
+    _, tokenizer = tiny
+    group = group_of(tokenizer, ["\\boxed{16}<eos>", "7</think>\\boxed{16}<eos>"])
+    group = replace(group, prompt=replace(group.prompt, think_open=True))
+    (judged,) = worker.judge([group], [group.arrays])
+    assert [v.status for v in judged.verdicts] == [Status.NO_ANSWER, Status.OK]
+
+
+def test_tokens_of_the_environment_have_no_role(worker, tiny):
+    _, tokenizer = tiny
+    group = conversation(tokenizer, texts := ["7<eos>", TOOL, "\\boxed{16}<eos>"], texts)
+    (judged,) = worker.judge([group], [group.arrays])
+    labelled = labelled_alone(worker, group, judged, reference_of(group, [0.0] * group.num_tokens))
+    written = ~group.turns[0].sampled_mask()
+    assert not labelled.roles.answer_mask[written].any() and labelled.answer_tokens == (6,)
+    assert sum(labelled.vote_counts) == group.num_tokens - written.sum()
