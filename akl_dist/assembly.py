@@ -5,7 +5,7 @@ imports it. All actors start at once; the wait for them has one limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from akl_dist.cokl.stage import (
 )
 from akl_dist.config import models
 from akl_dist.config.compose import config_hash
+from akl_dist.config.mixture import verifiers
 from akl_dist.config.resolve import resolved_objective
 from akl_dist.config.schema import Config
 from akl_dist.contract.errors import CheckpointError
@@ -36,7 +37,8 @@ from akl_dist.contract.records import Prompt, Sampling
 from akl_dist.critic.pool import CriticPool, CriticSettings
 from akl_dist.critic.warmup import AfterWarmup
 from akl_dist.data.hub import model_folder
-from akl_dist.data.source import LoadedData, PromptSource
+from akl_dist.data.mixture import prompt_source_of
+from akl_dist.data.source import LoadedData
 from akl_dist.learner.pool import LearnerPool, LearnerSettings
 from akl_dist.loop import Progress, PromptTaker, Stages
 from akl_dist.reference.pool import ReferencePool, ReferenceSettings
@@ -64,7 +66,7 @@ class Assembly:
         replay = config.rollout.replay
         assert loaded is not None or replay is not None, "only a replay runs without data"
         order = None if replay is None else replay_order(replay, resumed)
-        source = prompt_source(loaded.train, resumed, seed=config.seed) if loaded is not None and order is None else None
+        source = prompt_source(loaded, resumed, config) if loaded is not None and order is None else None
         self.end_ids = end_ids(self._model)
         self._version = int(resumed.state.counters["policy_version"]) if resumed else 0
         self._reservation = Reservation(layout(config), run_id=self._run_id, log_dir=directory.logs,
@@ -73,7 +75,9 @@ class Assembly:
         self._critic = self._make_critic() if config.objective.advantage == "gae" else None
         self._verify = VerifyPool(
             run_id=self._run_id, actor_options=self._reservation.options("verify"),
-            settings=VerifySettings(self._model, self.end_ids, config.verify, config.roles, seed=config.seed))
+            settings=VerifySettings(self._model, self.end_ids, config.verify, config.roles, seed=config.seed,
+                                    kinds=tuple(sorted(verifiers(config)))),
+            policy_entropies=self._learner.entropies if config.roles.entropy_source == "policy_forward" else None)
         self._reference = self._make_reference()
         self._train_prompts = loaded.train if loaded is not None else []
         self._anchors = Anchors(loaded.anchor, seed=config.seed, per_step=config.rollout.prompts_per_step) if (
@@ -151,14 +155,15 @@ class Assembly:
 
     # --- life ----------------------------------------------------------------------------------------------------
 
-    def wait_until_ready(self, say: Callable[[str], None]) -> None:
-        """Wait until every actor has loaded what it needs."""
+    def wait_until_ready(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Wait until every actor has loaded what it needs; returns actor name -> what it reports of itself."""
         begin = time.perf_counter()
         pools = [p for p in (self._engines, self._learner, self._critic, self._reference, self._verify) if p is not None]
         waiting = {name: ref for pool in pools for name, ref in pool.ready().items()}
         say(f"starting {len(waiting)} actors: {', '.join(waiting)}")
-        gather(waiting, timeout_s=self._config.cluster.start_timeout_s, stage="cluster", doing="starting")
+        started = gather(waiting, timeout_s=self._config.cluster.start_timeout_s, stage="cluster", doing="starting")
         say(f"all actors are up after {time.perf_counter() - begin:.0f} s")
+        return started
 
     def restore(self) -> Progress:
         """Load the checkpoint into the learner; the first sync of the loop brings the weights to the engines."""
@@ -235,17 +240,15 @@ class Versioned:
         return report
 
 
-def prompt_source(prompts: Sequence[Prompt], resumed: Checkpoint | None, *, seed: int) -> PromptSource:
+def prompt_source(loaded: LoadedData, resumed: Checkpoint | None, config: Config) -> PromptTaker:
     """A run's prompts from the beginning, or from where the checkpoint was taken. Raises CheckpointError for a replay's."""
-    if resumed is None:
-        return PromptSource(prompts, seed=seed)
-    state = resumed.state.prompt_source
-    if "num_prompts" not in state:
+    state = None if resumed is None else resumed.state.prompt_source
+    if resumed is not None and "num_prompts" not in resumed.state.prompt_source:
         raise CheckpointError(
-            f"{resumed.folder}: prompts", got=f"the checkpoint of a replay ({', '.join(sorted(state))})", stage="checkpoint",
-            expected="the position of a prompt source, for a run that samples",
+            f"{resumed.folder}: prompts", got=f"the checkpoint of a replay ({', '.join(sorted(resumed.state.prompt_source))})",
+            expected="the position of a prompt source, for a run that samples", stage="checkpoint",
             remedy="Set rollout.replay to its dumps, or resume from a checkpoint of a run with engines.")
-    return PromptSource.from_state(prompts, state)
+    return prompt_source_of(loaded, config.data, config.seed, state, prompts_per_step=config.rollout.prompts_per_step)
 
 
 def replay_order(folder: str, resumed: Checkpoint | None) -> ReplayOrder:

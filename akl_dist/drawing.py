@@ -7,7 +7,7 @@ groups that are left keep their slots, and the batch always has ``rollout.prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -50,13 +50,23 @@ def draw(
         spans: where time in the rollout and verify stages is counted.
     """
     with spans.measure("rollout"):
-        rollouts = rollout.sample(prompts.take(count), sampling)
-    ticket = verify.submit(rollouts)
+        taken = prompts.take(count)
+    rollouts, ticket = _sampled(rollout, verify, taken, sampling, spans)
     if rounds == 0:
         return Drawing(rollouts, judged=lambda: verify.collect(ticket))
     with spans.measure("verify"):
         judged = verify.collect(ticket)
     return _with_replacements(prompts, rollout, verify, sampling, spans, rollouts, judged, rounds)
+
+
+def _sampled(
+    rollout: RolloutStage, verify: VerifyStage, prompts: Sequence[Prompt], sampling: Sampling, spans: Spans
+) -> tuple[list[RolloutGroup], Any]:
+    """The prompts' groups, and the ticket of their verdicts: each group is judged while later ones are sampled."""
+    stream = verify.stream()
+    with spans.measure("rollout"):
+        rollouts = rollout.sample(prompts, sampling, stream.add)
+    return rollouts, stream.ticket(rollouts)
 
 
 def _with_replacements(
@@ -78,10 +88,10 @@ def _with_replacements(
             continue
         used += 1
         seen |= {prompt.prompt_id for prompt in fresh}
-        with spans.measure("rollout"):
-            drawn = rollout.sample(fresh, replace(sampling, seed_key=(*sampling.seed_key, number)))
+        further = replace(sampling, seed_key=(*sampling.seed_key, number))
+        drawn, ticket = _sampled(rollout, verify, fresh, further, spans)
         with spans.measure("verify"):
-            verdicts = verify.collect(verify.submit(drawn), earlier=[*judged, *left_out])
+            verdicts = verify.collect(ticket, earlier=[*judged, *left_out])
         for new, verdict in zip(drawn, verdicts, strict=True):
             loser, its_verdict = new, verdict
             if has_spread(verdict):
@@ -89,13 +99,13 @@ def _with_replacements(
                 loser, its_verdict = rollouts[slot], judged[slot]
                 rollouts[slot], judged[slot] = new, verdict
             left_out.append(its_verdict)
-            discarded_tokens += loser.num_tokens
+            discarded_tokens += sum(loser.sampled_lengths)
     metrics = {"rollout/dynamic_rounds": used, "rollout/dynamic_replaced_groups": found - len(open_slots),
                "rollout/dynamic_zero_spread_left": len(open_slots), "rollout/discarded_tokens": discarded_tokens}
     return Drawing(rollouts, lambda: judged, tuple(left_out), metrics)
 
 
 def has_spread(group: JudgedGroup) -> bool:
-    """Whether the raw outcomes hold a right and a wrong response; what a length penalty adds does not count."""
-    return keep_group([verdict.correct for verdict in group.verdicts])
+    """Whether the raw outcomes differ; what a length penalty or further terms add does not count."""
+    return keep_group([verdict.outcome for verdict in group.verdicts])
 

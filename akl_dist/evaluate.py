@@ -26,22 +26,28 @@ from akl_dist.config import typed
 from akl_dist.config.choices import GENERATED_RECIPES
 from akl_dist.config.command_line import ParsedCommand, check_command_line, help_text
 from akl_dist.config.compose import compose
+from akl_dist.config.mixture import verifiers
+from akl_dist.config.resolve import resolved_data
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import validate
 from akl_dist.contract.errors import AklError, ClusterError, DataError, RunError, UserError
+from akl_dist.verify.rewards import check_rewards
 
 if TYPE_CHECKING:
     from akl_dist.bookkeeping.journal import RunDirectory
     from akl_dist.bookkeeping.sample_records import SampleFile
     from akl_dist.contract.records import JudgedGroup, Prompt, RolloutGroup
     from akl_dist.data.source import LoadedData
+    from akl_dist.published import Protocol
     from akl_dist.rollout.pool import RolloutPool
     from akl_dist.verify.pool import VerifyPool
 
 EXAMPLE = "python -m akl_dist.evaluate model.path=DIR data=gsm8k evaluate.samples=8 rollout.max_response_tokens=1024"
 EXPERIMENT = "evaluate"  # <output_dir>/evaluate/<run id>/: a training run of the same id keeps its own directory
 SAMPLED_WITH = ("model.path", "evaluate.samples", "evaluate.seed", "rollout.temperature", "rollout.max_response_tokens",
-                "rollout.dtype", "verify.kind")
+                "rollout.dtype", "verify.kind", "verify.custom", "verify.signature", "verify.http_url", "verify.right_at",
+                "verify.terms")
+SAMPLED_WITH_GROUPS = ("data.", "rollout.tools.")
 MANY_TRUNCATED = 0.1
 
 
@@ -95,6 +101,7 @@ def run(config: Config) -> int:
     stop = _Stop()
     try:
         environment.prepare(config.cluster.address)
+        check_rewards(config)
         missing = _missing(config)
         if config.dry_run:
             job.say("\n".join([str(load(config).report), *(f"this machine lacks: {item}" for item in missing)]))
@@ -123,8 +130,8 @@ def load(config: Config) -> LoadedData:
     from akl_dist.data.source import load_evaluation
     from akl_dist.verify.golds import invalid_gold
 
-    loaded = load_evaluation(config.data, model_folder(config.model.path), num_problems=config.evaluate.num_problems,
-                             invalid_gold=invalid_gold(config.verify.kind))
+    loaded = load_evaluation(resolved_data(config), model_folder(config.model.path), num_problems=config.evaluate.num_problems,
+                             invalid_gold=invalid_gold(config.verify.kind), gold_checks=invalid_gold)
     if not loaded.evaluation:
         raise DataError("evaluation problems", got="0", expected="at least one", remedy=str(loaded.report), stage="data")
     return loaded
@@ -166,6 +173,8 @@ class _Evaluation:
         self.config, self.loaded, self.stop = config, loaded, stop
         self.directory = directory
         self.result = directory.root / "evaluation.json"
+        self.sandbox: str | None = None
+        self.judged: list[JudgedGroup] = []  # of this attempt, without their arrays
 
     def execute(self) -> int:
         from akl_dist.bookkeeping.journal import RunDirectory
@@ -174,7 +183,8 @@ class _Evaluation:
         config = self.config
         job.say(str(self.loaded.report))
         directory = RunDirectory.create(config.output_dir, EXPERIMENT, str(config.run_id), typed.plain(config))
-        samples = SampleFile(directory.root / "samples.jsonl", identity=self._identity(), votes=config.verify.kind == "math")
+        samples = SampleFile(directory.root / "samples.jsonl", identity=self._identity(), votes={
+            prompt.source for prompt in self.loaded.evaluation if (prompt.verifier or config.verify.kind) == "math"})
         done = samples.done
         todo = [prompt for prompt in self.loaded.evaluation if prompt.prompt_id not in done]
         if done:
@@ -192,7 +202,8 @@ class _Evaluation:
         from akl_dist.data.hub import model_folder
         from akl_dist.data.source import PromptSource
 
-        settings = {key: value for key, value in typed.leaves(self.config) if key in SAMPLED_WITH or key.startswith("data.")}
+        settings = {key: value for key, value in typed.leaves(self.config)
+                    if key in SAMPLED_WITH or key.startswith(SAMPLED_WITH_GROUPS)}
         weights = sorted(model_folder(self.config.model.path).glob("*.safetensors"))
         return {**settings, "prompts": PromptSource(self.loaded.evaluation, seed=0).fingerprint,
                 "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]}
@@ -210,13 +221,14 @@ class _Evaluation:
             for start in range(0, len(prompts), size):
                 if self.stop.requested:
                     break
-                rollouts = engines.sample(prompts[start : start + size], sampling)
+                verdicts = verify.stream()
+                rollouts = engines.sample(prompts[start : start + size], sampling, verdicts.add)
                 if waiting:
-                    self._store(waiting[0], verify.collect(waiting[1]), samples)
+                    self._store(waiting[0], verify.collect(waiting[1], self.judged), samples)
                     job.say(f"{len(samples.done)} of {total} problems")
-                waiting = (rollouts, verify.submit(rollouts))
+                waiting = (rollouts, verdicts.ticket(rollouts))
             if waiting:
-                self._store(waiting[0], verify.collect(waiting[1]), samples)
+                self._store(waiting[0], verify.collect(waiting[1], self.judged), samples)
                 job.say(f"{len(samples.done)} of {total} problems")
 
     def _start(self, model: str, shutdown: ExitStack) -> tuple[RolloutPool, VerifyPool, Any]:
@@ -243,9 +255,11 @@ class _Evaluation:
                               actor_options=reservation.options("rollout"))
         shutdown.callback(engines.close)
         verify = VerifyPool(run_id=run_id, actor_options=reservation.options("verify"),
-                            settings=VerifySettings(model, ends, config.verify, config.roles, seed=config.seed))
+                            settings=VerifySettings(model, ends, config.verify, config.roles, seed=config.seed,
+                                                    kinds=tuple(sorted(verifiers(config)))))
         shutdown.callback(verify.close)
-        gather({**engines.ready(), **verify.ready()}, timeout_s=limit, stage="cluster", doing="starting")
+        started = gather({**engines.ready(), **verify.ready()}, timeout_s=limit, stage="cluster", doing="starting")
+        self.sandbox = job.sandbox_of(started.values())
         return engines, verify, Sampling(
             group_size=config.evaluate.samples, temperature=config.rollout.temperature, end_ids=ends,
             max_response_tokens=config.rollout.max_response_tokens, seed_key=("evaluate", config.evaluate.seed))
@@ -255,23 +269,42 @@ class _Evaluation:
 
         arrays = fetch_all([group.arrays for group in judged], timeout_s=self.config.verify.batch_timeout_s, stage="verify",
                            what=f"verdicts of {len(judged)} problems")
+        self.judged += [replace(group, arrays=None) for group in judged]
+        ran = {} if self.sandbox is None else {"sandbox": self.sandbox}
         for group, verdicts, texts in zip(rollouts, judged, arrays, strict=True):
-            rows = zip(verdicts.verdicts, texts.extracted, texts.texts, group.response_lengths, group.finish_reasons,
+            rows = zip(verdicts.verdicts, texts.extracted, texts.texts, group.sampled_lengths, group.truncated,
                        verdicts.answer_span_tokens, strict=True)
             samples.append(group.prompt.source, group.prompt.prompt_id, [
                 {"status": verdict.status.value, "extracted": extracted, "reason": verdict.reason, "tokens": tokens,
-                 "truncated": finish == "length", "answer_span_tokens": span, "text": text}
-                for verdict, extracted, text, tokens, finish, span in rows])
+                 "truncated": truncated, "answer_span_tokens": span, "text": text, **ran}
+                for verdict, extracted, text, tokens, truncated, span in rows])
+
+    def _protocol(self, benchmark: str, *, problems: int) -> Protocol:
+        """How a benchmark was measured here, in the words of :mod:`akl_dist.published`."""
+        from akl_dist.published import Protocol
+
+        config, suffix = self.config, self.loaded.suffixes[benchmark]
+        words = [part.strip() for part in (config.data.system_prompt or "", suffix) if part.strip()]
+        limits = [one.max_response_tokens or config.rollout.max_response_tokens for one in self.loaded.evaluation
+                  if one.source == benchmark]
+        return Protocol(
+            mode="non-thinking" if config.data.template_kwargs.get("enable_thinking") is False else "thinking", problems=problems,
+            shots=0, samples=config.evaluate.samples, temperature=config.rollout.temperature, top_p=1.0, top_k=0,
+            presence_penalty=0.0, max_tokens=max(limits), prompt=" ".join(words), tools=config.rollout.tools.environment)
 
     def _conclude(self, samples: SampleFile) -> None:
         """evaluation.json and the table. Raises RunError unless every problem has every sample."""
         from akl_dist.bookkeeping.atomic import strict_json, write_text
         from akl_dist.evaluation import summarise, table
+        from akl_dist.published import compared
+        from akl_dist.published import report as published_report
 
         config, expected = self.config, {}
         for prompt in self.loaded.evaluation:
             expected.setdefault(prompt.source, []).append(prompt.prompt_id)
         results = summarise(samples.records, expected, samples=config.evaluate.samples)
+        model, against = compared(config.model.path, results, {
+            name: self._protocol(name, problems=len(ids)) for name, ids in expected.items()})
         report = self.loaded.report
         write_text(self.result, strict_json({
             "status": "finished", "model": config.model.path, "recipe": config.data.recipe,
@@ -279,9 +312,10 @@ class _Evaluation:
                        "example": self.loaded.evaluation[0].text, "prompts_sha256": self._identity()["prompts"]},
             "sampling": {"samples": config.evaluate.samples, "temperature": config.rollout.temperature,
                          "max_response_tokens": config.rollout.max_response_tokens, "seed": config.evaluate.seed},
-            "data": report.as_dict()["evaluation"], "samples": "samples.jsonl",
-            "benchmarks": {name: one.to_dict() for name, one in results.items()}}, indent=2) + "\n")
-        job.say("\n" + table(results))
+            "data": report.as_dict()["evaluation"], "samples": "samples.jsonl", "sandbox": job.weakest(samples.sandboxes),
+            "benchmarks": {name: one.to_dict() for name, one in results.items()},
+            "published": {name: one and one.to_dict() for name, one in against.items()}}, indent=2) + "\n")
+        job.say("\n" + table(results) + "\n\n" + published_report(model, config.model.path, against))
         for name, one in results.items():
             if one.truncated_fraction > MANY_TRUNCATED:
                 job.say(f"warning: {100 * one.truncated_fraction:.0f} % of the responses on {name} end at the limit of "

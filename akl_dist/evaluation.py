@@ -14,12 +14,9 @@ from typing import Any
 
 from akl_dist.contract.errors import RunError
 from akl_dist.contract.records import Status
-from akl_dist.verify.normalize import canonical, identity_key
-from akl_dist.verify.quantity import TooLarge, parse_quantity
+from akl_dist.verify.votes import majority
 
 LISTED = 5
-VoteKey = tuple[str, object]
-RIGHT: VoteKey = ("right", None)  # every answer that is judged equal to the gold
 
 
 @dataclass(frozen=True)
@@ -91,32 +88,8 @@ def pass_at_k(*, n: int, c: int, k: int) -> float | None:
 
 
 def maj_at_k(samples: Sequence[SampleRecord]) -> float | None:
-    """Whether the answer given most often is right; a tie is the share of right ones among those tied (the expectation of a
-    fair draw). Samples with no answer do not vote, those without a verdict are left out; None when none has a verdict."""
-    decided = [sample for sample in samples if sample.status.trains]
-    if not decided:
-        return None
-    ballots = collections.Counter(key for sample in decided if (key := vote_key(sample)) is not None)
-    if not ballots:
-        return 0.0
-    most = max(ballots.values())
-    winners = [key for key, count in ballots.items() if count == most]
-    return (RIGHT in winners) / len(winners)
-
-
-def vote_key(sample: SampleRecord) -> VoteKey | None:
-    """Equal keys are one answer: all that equal the gold, the same number in any spelling, the same normalised text. None: no
-    vote."""
-    if sample.status is Status.OK:
-        return RIGHT
-    if sample.status is Status.NO_ANSWER or not sample.extracted:
-        return None
-    text = canonical(sample.extracted)
-    try:
-        quantity = parse_quantity(text)
-    except (TooLarge, ArithmeticError, ValueError):
-        quantity = None
-    return ("text", identity_key(text)) if quantity is None else ("number", quantity.value)
+    """:func:`akl_dist.verify.votes.majority` of one problem's samples."""
+    return majority([(sample.status, sample.extracted) for sample in samples])
 
 
 def estimate(values: Sequence[float | None]) -> Estimate:

@@ -10,22 +10,24 @@ import dataclasses
 import signal
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from akl_dist.bookkeeping.console import printable, write_line
+from akl_dist.bookkeeping.console import printable, write_alarm, write_line
 from akl_dist.cluster import environment, preflight
 from akl_dist.cluster.placement import lacks, layout
 from akl_dist.cluster.plan_text import plan_text
 from akl_dist.config import typed
 from akl_dist.config.compose import config_hash, from_yaml
 from akl_dist.config.own_loss import check_own_loss
-from akl_dist.config.resolve import kl_roles
+from akl_dist.config.resolve import kl_roles, resolved_data
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import not_run_yet, validate, warnings
 from akl_dist.contract.errors import AklError, ClusterError, ConfigError, DataError, RunError, UserError
+from akl_dist.verify.rewards import check_rewards
 
 if TYPE_CHECKING:
     from akl_dist.bookkeeping.checkpoint import Checkpoint
@@ -43,6 +45,7 @@ def dry_run(config: Config) -> int:
         validate(config)
         environment.prepare(config.cluster.address)
         check_own_loss(config)
+        check_rewards(config)
         lacking = preflight.lacking(config, layout(config))
         check_replay(config)
         text = plan_text(config, layout(config), lacking=lacking, notes=warnings(config) + not_run_yet(config))
@@ -71,8 +74,9 @@ def load_data(config: Config) -> LoadedData:
 
     problems = 0 if config.rollout.replay is not None else config.evaluate.num_problems
     cokl = config.objective.cokl
-    loaded = load(config.data, model_folder(config.model.path), num_eval_problems=problems,
-                  invalid_gold=invalid_gold(config.verify.kind), with_anchor=cokl.beta > 0 and cokl.prompts == "anchor_dataset")
+    loaded = load(resolved_data(config), model_folder(config.model.path), num_eval_problems=problems,
+                  invalid_gold=invalid_gold(config.verify.kind), gold_checks=invalid_gold,
+                  with_anchor=cokl.beta > 0 and cokl.prompts == "anchor_dataset")
     if len(loaded.train) < config.rollout.prompts_per_step:
         raise DataError("rollout.prompts_per_step", stage="data",
                         got=f"{config.rollout.prompts_per_step} with {len(loaded.train)} usable prompts",
@@ -158,6 +162,7 @@ class Attempt:
         self.config, self.directory = config, directory
         self.recorder: StepRecorder | None = None
         self.signal: int | None = None
+        self.sandbox: str | None = None
 
     def execute(self) -> int:
         config = self.config
@@ -171,6 +176,7 @@ class Attempt:
             say(f"warning: {line}")
         environment.prepare(config.cluster.address)
         check_own_loss(config)
+        check_rewards(config)
         self._preflight()
         loaded = None if config.rollout.replay is not None else load_data(config)
         if loaded is not None:
@@ -215,7 +221,9 @@ class Attempt:
         from akl_dist.bookkeeping.journal import new_run_id
 
         root = self.directory.root
-        inputs = (self.config.rollout.replay, self.config.model.path, self.config.data.path, self.config.data.eval_path)
+        data = self.config.data
+        own = [source.get(key) for source in data.mixture.values() for key in ("path", "eval_path")]
+        inputs = (self.config.rollout.replay, self.config.model.path, data.path, data.eval_path, *own)
         inside = [path for path in inputs if path and root.resolve() in Path(path).resolve().parents]
         if inside:
             raise UserError("run_id", got=f"{root.name}, whose directory holds {inside[0]}", expected="another run_id",
@@ -245,7 +253,7 @@ class Attempt:
         signal.signal(signal.SIGTERM, self._on_signal)  # ray.init has put its own in place
         assembly = Assembly(config, directory=self.directory, loaded=loaded, resumed=resumed)
         shutdown.callback(assembly.close)
-        assembly.wait_until_ready(say)
+        self.sandbox = sandbox_of(assembly.wait_until_ready(say).values())
         progress = assembly.restore() if resumed else Progress()
         assembly.sample_reference(progress, stop_requested=lambda: self.signal is not None, say=say)
         journal = Journal(self.directory, tensorboard=config.journal.tensorboard)
@@ -303,17 +311,35 @@ class Attempt:
         if progress is None:
             progress = self.recorder.progress if self.recorder else None
         evaluations: dict[str, Any] = {name: None for name in ("initial", "best", "last")}
-        steps, earlier = 0, self.directory.read_result()
+        steps, sandbox, earlier = 0, self.sandbox, self.directory.read_result()
         if progress is not None:
             steps = progress.step
             evaluations |= {name: evaluation.to_dict() for name, evaluation in progress.evaluations.items()}
         elif earlier is not None:  # this attempt ended before it had taken up the earlier one's work
-            steps, evaluations = earlier["steps"], earlier["evaluation"]
+            steps, evaluations, sandbox = earlier["steps"], earlier["evaluation"], earlier.get("sandbox")
         try:
             self.directory.root.mkdir(parents=True, exist_ok=True)
-            self.directory.write_result(status, steps=steps, first_failure=failure, evaluation=evaluations)
+            self.directory.write_result(status, steps=steps, first_failure=failure, evaluation=evaluations, sandbox=sandbox)
         except OSError as error:
             print(f"error: result.json ({status}) cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def sandbox_of(replies: Iterable[Any]) -> str | None:
+    """The weakest form of isolation in which actors run generated programs, from what they report at their start; None where none
+    runs any. Said aloud, in red, where it is none at all."""
+    found = weakest(reply["isolation"] for reply in replies if isinstance(reply, dict) and reply.get("isolation") is not None)
+    if found == "none":
+        write_alarm("UNSANDBOXED: this machine cannot isolate programs, and verify.allow_unsandboxed=true lets them run: what the "
+                    "model writes has this user's rights, files and network.", sys.stdout)
+    return found
+
+
+def weakest(forms: Iterable[str]) -> str | None:
+    """The weakest of several forms of isolation; None of none. A name that is no form (of an environment of one's own) says
+    nothing."""
+    from akl_dist.sandbox.isolation import MODES
+
+    return max((form for form in forms if form in MODES), key=MODES.index, default=None)
 
 
 def say(message: str) -> None:

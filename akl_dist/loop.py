@@ -21,6 +21,7 @@ from akl_dist.summaries import (
     objective_metrics,
     roles_metrics,
     rollout_metrics,
+    source_metrics,
     summarise_evaluation,
     verify_metrics,
     weight_sync_metrics,
@@ -124,7 +125,7 @@ def one_step(run: Run, progress: Progress) -> tuple[Progress, dict[str, float], 
     metrics: dict[str, float] = {"policy_version": report.policy_version}
     metrics |= rollout_metrics(rollouts, seconds=spans.seconds["rollout"], discarded=drawing.metrics)
     metrics |= verify_metrics([*judged, *drawing.left_out]) | overlong_metrics(labelled, config.objective, max_tokens=longest)
-    metrics |= roles_metrics(labelled) | objective_metrics(groups) | dict(critic_metrics)
+    metrics |= source_metrics(rollouts, judged) | roles_metrics(labelled) | objective_metrics(groups) | dict(critic_metrics)
     metrics |= dict(update.metrics) | weight_sync_metrics(report)
     progress = replace(progress, step=step, policy_version=report.policy_version,
                        optimizer_steps=progress.optimizer_steps + update.optimizer_steps,
@@ -156,8 +157,9 @@ def evaluated(run: Run, progress: Progress) -> Progress:
     """avg@k on the held-out problems with the training engines, at the training temperature, same seeds every time."""
     config, stages = run.config, run.stages
     key = ("evaluate", config.evaluate.seed)
-    rollouts = stages.rollout.sample(run.evaluation_prompts, sampling(run, config.evaluate.samples, key))
-    ticket = stages.verify.submit(rollouts)
+    verdicts = stages.verify.stream()
+    rollouts = stages.rollout.sample(run.evaluation_prompts, sampling(run, config.evaluate.samples, key), verdicts.add)
+    ticket = verdicts.ticket(rollouts)
     reference = stages.reference.score(rollouts)
     evaluation = summarise_evaluation(
         rollouts, stages.verify.collect(ticket), reference, step=progress.step, policy_version=progress.policy_version,

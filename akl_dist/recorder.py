@@ -9,7 +9,7 @@ from akl_dist.bookkeeping.console import Console
 from akl_dist.bookkeeping.journal import Journal
 from akl_dist.contract.records import TrainingGroup
 from akl_dist.loop import Progress
-from akl_dist.verify.roles import likelihood_ratios
+from akl_dist.verify.roles import SIGNALS, agreement, likelihood_ratios
 
 QUIET_KL_ACTIVITY, QUIET_KL_STEPS = 0.01, 20
 MAX_ANSWER_FRACTION = 0.3
@@ -42,6 +42,24 @@ class StepRecorder:
         self._console.say(progress.evaluations["last"].text())
 
 
+def vote_report(step: int, counts: Sequence[int]) -> str:
+    """The agreement table of one step for people, a dozen lines: tokens by their votes, how often each two signals agree, and what
+    each vote says about the role. ``counts`` as of :func:`akl_dist.verify.roles.vote_table`."""
+    total, answer = sum(counts), sum(n for code, n in enumerate(counts) if code.bit_count() >= 2)
+    if not answer:
+        return "role votes: no token has the role answer in this step"
+    lines = [f"role votes of step {step}: {answer:,} of {total:,} tokens have two votes or more",
+             f"  {'  '.join(SIGNALS)}  {'tokens':>10}  {'share':>6}"]
+    for code in sorted(range(8), key=lambda code: (code.bit_count(), -code)):
+        marks = (("x" if code >> (2 - place) & 1 else ".").center(len(name)) for place, name in enumerate(SIGNALS))
+        lines.append(f"  {'  '.join(marks)}  {counts[code]:>10,}  {100 * counts[code] / total:>4.1f} %")
+    pairs = (f"{pair.replace('_', ' and ')} {share:.1%}" for pair, share in agreement(counts).items())
+    ratios = (f"{name} {'never on reasoning' if ratio is None else format(ratio, '.1f')}"
+              for name, ratio in likelihood_ratios(counts).items())
+    return "\n".join([*lines, f"  the same vote on a token: {', '.join(pairs)}",
+                      f"  P(vote | answer) / P(vote | reasoning): {', '.join(ratios)}"])
+
+
 class Alarms:
     """Warnings that mean "these numbers do not say what you think". Each is given once.
 
@@ -67,7 +85,7 @@ class Alarms:
                                  "verifier, the prompt's instruction and the data.")
         if not self._given & {"votes"} and any(k.startswith("roles/votes_") for k in metrics):
             self._given.add("votes")
-            self._report_votes(metrics)
+            self._report_votes(step, [int(metrics[f"roles/votes_{i:03b}"]) for i in range(8)])
 
     def _check_activity(self, role: str, activity: float | None) -> None:
         """A step without an activity (no such token, or no policy gradient) says nothing either way."""
@@ -78,16 +96,9 @@ class Alarms:
             self._warn(f"kl {role}", f"the KL term of {role} tokens has been below {QUIET_KL_ACTIVITY:.0%} of the policy gradient "
                                      f"for {QUIET_KL_STEPS} steps: it changes nothing. Raise {self._beta_keys[role]}.")
 
-    def _report_votes(self, metrics: dict[str, float]) -> None:
-        ratios = likelihood_ratios([int(metrics[f"roles/votes_{i:03b}"]) for i in range(8)])
-        answer = sum(metrics[f"roles/votes_{i:03b}"] for i in range(8) if i.bit_count() >= 2)
-        if not answer:
-            self._say("role votes: no token has the role answer in this step")
-            return
-        words = ", ".join(f"{name} {'never on reasoning' if ratio is None else format(ratio, '.1f')}"
-                          for name, ratio in ratios.items())
-        self._say(f"role votes, P(vote | answer) / P(vote | reasoning): {words}")
-        for name, ratio in ratios.items():
+    def _report_votes(self, step: int, counts: Sequence[int]) -> None:
+        self._say(vote_report(step, counts))
+        for name, ratio in likelihood_ratios(counts).items():
             if ratio is not None and ratio < MIN_LIKELIHOOD_RATIO:
                 self._warn(f"vote {name}", f"the {name} vote hardly tells answer from reasoning here (ratio {ratio:.2f} below "
                                            f"{MIN_LIKELIHOOD_RATIO}).")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from akl_dist.bookkeeping.atomic import replacing, strict_json
+from akl_dist.bookkeeping.console import write_alarm
 from akl_dist.config.schema import VerifyConfig
 from akl_dist.contract.errors import AklError, UserError, nearest
 from akl_dist.contract.records import Status, Verdict
@@ -97,6 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, earlier)
     listed = ", ".join(f"{status.value} {counts[status]}" for status in Status if counts[status])
     print(_printable(f"{sum(counts.values())} rows ({listed or 'none'}): {command.output}", sys.stdout))
+    faulty, limit = sum(count for status, count in counts.items() if not status.trains), VerifyConfig().max_faulty_fraction
+    if faulty > limit * sum(counts.values()):
+        print(f"warning: {faulty} of {sum(counts.values())} rows have no verdict, more than {limit:.0%} (where a run would stop): "
+              "see their reasons", file=sys.stderr)
     return 0
 
 
@@ -255,7 +260,11 @@ def make_judges(command: Command) -> Judges:
     if command.verifier == "code":
         from akl_dist.verify.code_rows import CodeJudges  # its sandbox is started only where programs are judged
 
-        return CodeJudges(workers=command.workers, allow_unsandboxed=command.allow_unsandboxed)
+        judges = CodeJudges(workers=command.workers, allow_unsandboxed=command.allow_unsandboxed)
+        if judges.isolation == "none":
+            write_alarm("UNSANDBOXED: this machine cannot isolate programs, and allow_unsandboxed=true lets them run with this "
+                        "user's rights, files and network.", sys.stderr)
+        return judges
     return TextJudges(command.verifier, workers=command.workers, timeout_s=command.timeout_s)
 
 

@@ -10,22 +10,51 @@ from typing import Any
 
 from akl_dist.contract.errors import VerifierFault
 from akl_dist.contract.golds import alternatives
-from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup, Status, SyncReport, TrainingGroup
+from akl_dist.contract.records import (
+    JudgedGroup,
+    LabelledGroup,
+    ReferenceGroup,
+    RolloutGroup,
+    Status,
+    SyncReport,
+    TrainingGroup,
+    Verdict,
+)
 from akl_dist.evaluation import default_ks, estimate, pass_at_k
 from akl_dist.objective.shaping import keep_group
+from akl_dist.verify.roles import agreement, likelihood_ratios
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], *, seconds: float, discarded: Mapping[str, float]) -> dict[str, float]:
-    """Of the groups that train; the speed counts what was drawn and left out, too (``discarded``: metrics of the drawing)."""
-    drawn = sum(g.num_tokens for g in groups) + discarded.get("rollout/discarded_tokens", 0)
-    lengths = [n for g in groups for n in g.response_lengths]
-    truncated = sum(reason == "length" for g in groups for reason in g.finish_reasons)
+    """Of the groups that train; the speed counts what was drawn and left out, too (``discarded``: metrics of the drawing).
+    Tokens are those that the policy sampled: what an environment wrote counts in ``rollout/observation_tokens_mean`` alone."""
+    lengths = [n for g in groups for n in g.sampled_lengths]
+    drawn = sum(lengths) + discarded.get("rollout/discarded_tokens", 0)
     return {
         "rollout/tokens": sum(lengths),
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
-        "rollout/truncated_fraction": truncated / len(lengths),
+        "rollout/truncated_fraction": sum(sum(g.truncated) for g in groups) / len(lengths),
         "rollout/tokens_per_s": drawn / seconds if seconds > 0 else 0.0,
+        **turn_metrics(groups),
         **discarded,
+    }
+
+
+def turn_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """How conversations with an environment went, per response; empty where there are none. ``void_turn_fraction`` is a share of
+    turns, ``tool_failed_fraction`` of calls (absent without a call)."""
+    found = [one for g in groups for one in g.turns]
+    if not found:
+        return {}
+    turns, calls = sum(one.num_turns for one in found), sum(one.calls for one in found)
+    failed = {"rollout/tool_failed_fraction": sum(one.failed_calls for one in found) / calls} if calls else {}
+    return {
+        "rollout/turns_mean": turns / len(found),
+        "rollout/tool_calls_mean": calls / len(found),
+        **failed,
+        "rollout/void_turn_fraction": sum(len(one.void) for one in found) / turns,
+        "rollout/observation_tokens_mean": sum(sum(one.segments[1::2]) for one in found) / len(found),
+        "rollout/environment_fault_fraction": sum(bool(one.fault) for one in found) / len(found),
     }
 
 
@@ -39,28 +68,60 @@ def verify_metrics(judged: Sequence[JudgedGroup]) -> dict[str, float]:
     }
     if decided:
         out["verify/accuracy"] = sum(v.status is Status.OK for v in decided) / len(decided)
+    return out | reward_metrics(decided)
+
+
+def reward_metrics(decided: Sequence[Verdict]) -> dict[str, float]:
+    """Means over responses with a verdict, where a verifier gives numbers: ``verify/reward_mean``, and ``verify/term_<name>`` of
+    each term before its weight (``verdict`` is the main verifier)."""
+    values: dict[str, list[float]] = {}
+    for verdict in decided:
+        for name, value in verdict.terms:
+            values.setdefault(f"verify/term_{name}", []).append(value)
+    if any(v.score is not None for v in decided):
+        values["verify/reward_mean"] = [v.reward for v in decided if v.reward is not None]
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def source_metrics(groups: Sequence[RolloutGroup], judged: Sequence[JudgedGroup]) -> dict[str, float]:
+    """Of each source of a step's prompts, by name: prompts, mean response length in sampled tokens, and accuracy over the responses
+    that have a verdict (absent when none has). Empty for a step of one source, whose figures are the step's own."""
+    rows: dict[str, list[tuple[RolloutGroup, JudgedGroup]]] = {}
+    for rollout, verdicts in zip(groups, judged, strict=True):
+        assert rollout.prompt.prompt_id == verdicts.prompt_id, "verdicts out of order"
+        rows.setdefault(rollout.prompt.source, []).append((rollout, verdicts))
+    out: dict[str, float] = {}
+    for source in sorted(rows) if len(rows) > 1 else ():
+        lengths = [n for rollout, _ in rows[source] for n in rollout.sampled_lengths]
+        accuracy = verify_metrics([verdicts for _, verdicts in rows[source]]).get("verify/accuracy")
+        out[f"rollout/{source}/prompts"] = len(rows[source])
+        out[f"rollout/{source}/response_tokens_mean"] = sum(lengths) / len(lengths)
+        out |= {} if accuracy is None else {f"verify/{source}/accuracy": accuracy}
     return out
 
 
 def roles_metrics(groups: Sequence[LabelledGroup]) -> dict[str, float]:
-    """Share of answer tokens, mean verifier-span tokens of responses with an answer, share of unanimous votes."""
-    tokens = sum(g.rollout.num_tokens for g in groups)
+    """Share of answer tokens, mean verifier-span tokens of responses with an answer, share of unanimous votes; of each two signals
+    the share of equal votes; each signal's likelihood ratio (absent where undefined)."""
+    tokens = sum(sum(g.rollout.trained_lengths) for g in groups)
     spans = [n for g in groups for n in g.judged.answer_span_tokens if n > 0]
     votes = [sum(column) for column in zip(*(g.vote_counts for g in groups), strict=True)]
     out = {
-        "roles/answer_fraction": sum(sum(g.answer_tokens) for g in groups) / tokens,
+        "roles/answer_fraction": sum(sum(g.answer_tokens) for g in groups) / tokens if tokens else 0.0,
         "roles/vote_agreement": (votes[0] + votes[7]) / sum(votes) if sum(votes) else 0.0,
         "roles/answer_span_tokens": sum(spans) / len(spans) if spans else 0.0,
     }
     for index, count in enumerate(votes):
         out[f"roles/votes_{index:03b}"] = count  # (position, entropy, verifier)
+    out |= {f"roles/agreement_{pair}": share for pair, share in agreement(votes).items()}
+    out |= {f"roles/likelihood_ratio_{name}": ratio for name, ratio in likelihood_ratios(votes).items() if ratio is not None}
     return out
 
 
 def objective_metrics(groups: Sequence[TrainingGroup]) -> dict[str, float]:
     """Group statistics that explain how much of the batch carries a learning signal."""
     flat = [a for g in groups for a, t in zip(g.advantages, g.trains, strict=True) if t]
-    zero = sum(not keep_group([v.correct for v in g.labelled.judged.verdicts]) for g in groups)
+    zero = sum(not keep_group([v.outcome for v in g.labelled.judged.verdicts]) for g in groups)
     return {
         "objective/zero_spread_group_fraction": zero / len(groups),
         "objective/masked_sample_fraction": 1 - len(flat) / sum(len(g.trains) for g in groups),
@@ -84,8 +145,9 @@ class Evaluation:
     sources with ``+``, and ``by_source`` holds the same figures of each source (itself without a ``by_source``). A source
     without any verdict is absent from it.
     ``distinct_correct`` is the mean number of different right answers among the samples of a problem, over the problems that accept
-    several; None where none does. ``kl_per_token`` is the mean of k3 under the sampling policy: an estimate of KL(policy ||
-    reference) in nats a token.
+    several; None where none does. ``maj_at_k`` is the mean over problems of whether the answer given most is right; None where
+    answers do not vote (programs), and over several sources. ``kl_per_token`` is the mean of k3 under the sampling policy: an
+    estimate of KL(policy || reference) in nats a token.
     """
 
     step: int
@@ -103,6 +165,7 @@ class Evaluation:
     no_answer_fraction: float
     kl_per_token: float
     distinct_correct: float | None = None
+    maj_at_k: float | None = None
     pass_at_k: Mapping[str, float] = field(default_factory=dict)  # k as text, above 1 -> unbiased estimate
     by_source: Mapping[str, Evaluation] = field(default_factory=dict)
 
@@ -112,17 +175,20 @@ class Evaluation:
             return {name: value for one in self.by_source.values() for name, value in one.metrics().items()}
         prefix = f"evaluate/{self.data_set}/"
         several = {} if self.distinct_correct is None else {f"{prefix}distinct_correct": self.distinct_correct}
+        majority = {} if self.maj_at_k is None else {f"{prefix}maj_at_k": self.maj_at_k}
         return {
             f"{prefix}avg_at_{self.samples}": self.accuracy,
             f"{prefix}avg_at_k": self.accuracy,
             f"{prefix}standard_error": self.accuracy_standard_error,
             f"{prefix}problems": self.problems,
+            f"{prefix}undecided": self.undecided,
             f"{prefix}answer_span_tokens": self.answer_span_tokens,
             f"{prefix}response_tokens": self.response_tokens,
             f"{prefix}truncated_fraction": self.truncated_fraction,
             f"{prefix}no_answer_fraction": self.no_answer_fraction,
             f"{prefix}kl_per_token": self.kl_per_token,
             **several,
+            **majority,
             **{f"{prefix}pass_at_{k}": value for k, value in self.pass_at_k.items()},
         }
 
@@ -172,10 +238,12 @@ def summarise_evaluation(
     by_source: dict[str, Evaluation] = {}
     for source in sorted({r.prompt.source for r in rollouts}):
         of_source = [row for row in rows if row[0].prompt.source == source]
+        assert len({len(j.verdicts) for _, j, _ in of_source}) == 1, f"problems of {source} with different numbers of samples"
         if _problem_means([j for _, j, _ in of_source]):
             by_source[source] = _summary(of_source, source, step=step, policy_version=policy_version, seed=seed)
-    data_set = "+".join(sorted({r.prompt.source for r in rollouts}))
-    return replace(_summary(rows, data_set, step=step, policy_version=policy_version, seed=seed), by_source=by_source)
+    sources = sorted({r.prompt.source for r in rollouts})
+    whole = _summary(rows, "+".join(sources), step=step, policy_version=policy_version, seed=seed)
+    return replace(whole, by_source=by_source, maj_at_k=whole.maj_at_k if len(sources) == 1 else None)
 
 
 def _problem_means(judged: Sequence[JudgedGroup]) -> list[float]:
@@ -197,7 +265,8 @@ def _summary(
     rollouts, judged, reference = zip(*rows, strict=True)
     means = _problem_means(judged)
     verdicts = [v for g in judged for v in g.verdicts]
-    lengths = [n for g in rollouts for n in g.response_lengths]
+    lengths = [n for g in rollouts for n in g.sampled_lengths]
+    scored = sum(sum(g.trained_lengths) for g in rollouts)
     spans = [n for g in judged for n in g.answer_span_tokens if n > 0]
     mean = sum(means) / len(means)
     several = [j.distinct_correct for r, j in zip(rollouts, judged, strict=True) if alternatives(r.prompt.gold) is not None]
@@ -208,11 +277,12 @@ def _summary(
         accuracy=mean, accuracy_standard_error=spread / math.sqrt(len(means)),
         answer_span_tokens=sum(spans) / len(spans) if spans else 0.0,
         response_tokens=sum(lengths) / len(lengths),
-        truncated_fraction=sum(f == "length" for g in rollouts for f in g.finish_reasons) / len(lengths),
+        truncated_fraction=sum(sum(g.truncated) for g in rollouts) / len(lengths),
         no_answer_fraction=sum(v.status is Status.NO_ANSWER for v in verdicts) / len(verdicts),
-        kl_per_token=sum(sum(g.kl_k3) for g in reference) / sum(lengths),
+        kl_per_token=sum(sum(g.kl_k3) for g in reference) / scored if scored else 0.0,
         pass_at_k=_pass_at_k(judged),
         distinct_correct=sum(several) / len(several) if several else None,
+        maj_at_k=estimate([g.majority for g in judged]).mean,
     )
 
 

@@ -30,7 +30,8 @@ class Rewards(NamedTuple):
 def shaped_rewards(labelled: Sequence[LabelledGroup], objective: ObjectiveConfig, *, max_tokens: int) -> Rewards:
     """The verdicts' rewards less the overlong penalty (DAPO, arXiv 2503.14476, eq. 13). Raw verdicts stay as they are.
 
-    ``max_tokens`` is the longest response (rollout.max_response_tokens), at which the penalty is greatest.
+    ``max_tokens`` is the longest response (rollout.max_response_tokens; a source may have a limit of its own), at which the penalty
+    is greatest.
 
     A response without a verdict (timeout, error, invalid gold) has no reward: it is excluded from every statistic and
     masked from the loss, never treated as reward 0.
@@ -43,7 +44,8 @@ def shaped_rewards(labelled: Sequence[LabelledGroup], objective: ObjectiveConfig
     trained = torch.tensor([n for group in labelled for n in group.rollout.trained_lengths], dtype=torch.int64)
     penalties = None
     if objective.overlong_buffer_tokens:
-        penalties = overlong_penalty(lengths, max_tokens=max_tokens, buffer_tokens=objective.overlong_buffer_tokens,
+        limits = [group.rollout.prompt.max_response_tokens or max_tokens for group in labelled for _ in group.judged.verdicts]
+        penalties = overlong_penalty(lengths, max_tokens=limits, buffer_tokens=objective.overlong_buffer_tokens,
                                      penalty=objective.overlong_penalty)
         rewards = torch.where(valid, rewards - penalties, rewards)
     return Rewards(rewards, valid, index, lengths, trained, penalties)

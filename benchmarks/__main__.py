@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARKS = {
+    "roles": "CPU time of token roles over the model's passes on the same batch",
     "logprob_memory": "peak memory of the chunked head over whole logits",
     "fused_head": "time of the fused head (log-probs, entropy, KL) over whole logits",
     "driver_bytes": "driver bytes of a step, responses 10 times as long over short",
     "orchestration_overhead": "wall time of a tiny step over its bare stages",
+    "verify_throughput": "time of the verifier over bare math-verify; latencies among hostile inputs",
+    "verify_leaks": "what 10,000 answers and 1,000 programs leave behind (a count)",
 }
 DEADLINE_S = 1200
 GRACE_S = 60

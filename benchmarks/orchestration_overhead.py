@@ -42,7 +42,7 @@ from benchmarks.in_process import Running, running
 
 if TYPE_CHECKING:
     from akl_dist.contract.records import JudgedGroup, LabelledGroup, ReferenceGroup, RolloutGroup, TrainingGroup
-    from akl_dist.contract.stages import VerifyStage
+    from akl_dist.contract.stages import VerdictStream, VerifyStage
     from akl_dist.loop import Progress
     from akl_dist.recorder import StepRecorder
 
@@ -130,6 +130,9 @@ class TimedVerify:
 
     def __init__(self, inner: VerifyStage, note: Interleaver) -> None:
         self._inner, self._note = inner, note
+
+    def stream(self) -> VerdictStream:
+        return self._inner.stream()
 
     def submit(self, groups: Sequence[RolloutGroup]) -> Any:
         return self._inner.submit(groups)

@@ -40,6 +40,11 @@ def write_line(message: str, stream: TextIO) -> None:
         os.close(null)
 
 
+def write_alarm(message: str, stream: TextIO) -> None:
+    """A whole line in red on a terminal; the same words without colour anywhere else."""
+    write_line(f"\x1b[1;31m{message}\x1b[0m" if stream.isatty() else message, stream)
+
+
 class Console:
     """Progress on ``stream`` (messages for people; results go to files and to the final table).
 

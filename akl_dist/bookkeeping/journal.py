@@ -98,16 +98,19 @@ class RunDirectory:
         return run
 
     def write_result(
-        self, status: str, *, steps: int, first_failure: Mapping[str, str] | None, evaluation: Mapping[str, Any]
+        self, status: str, *, steps: int, first_failure: Mapping[str, str] | None, evaluation: Mapping[str, Any],
+        sandbox: str | None = None,
     ) -> None:
-        """result.json, in one step. ``evaluation`` holds initial, best and last; any of them may be None."""
+        """result.json, in one step. ``evaluation`` holds initial, best and last; any of them may be None. ``sandbox``: the form of
+        isolation in which generated programs ran ("none": without any), None where none were run."""
         if status not in STATUSES:
             raise ValueError(f"status {status!r}; expected one of {', '.join(STATUSES)}")
         if set(evaluation) != {"initial", "best", "last"}:
             raise ValueError(f"evaluation keys {sorted(evaluation)}; expected initial, best and last")
         if status == "failed" and first_failure is None:
             raise ValueError("a failed run needs its first failure")
-        result = {"status": status, "steps": steps, "first_failure": first_failure, "evaluation": dict(evaluation)}
+        result = {"status": status, "steps": steps, "first_failure": first_failure, "evaluation": dict(evaluation),
+                  "sandbox": sandbox}
         write_text(self.result, strict_json(result, indent=2) + "\n")
 
     def read_result(self) -> dict[str, Any] | None:

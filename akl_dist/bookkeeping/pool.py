@@ -5,7 +5,7 @@ Both resolve and make handles in an actor of their own, so that bulk arrays neve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,10 @@ class ReplayPool:
     def state(self) -> dict[str, Any]:
         return self._order.state()
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[RolloutGroup]:
-        """The groups of the dump that :meth:`take` has read."""
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: Sampling, finished: Callable[[Sequence[RolloutGroup]], None] | None = None
+    ) -> list[RolloutGroup]:
+        """The groups of the dump that :meth:`take` has read; all are there at once, so ``finished`` is not called."""
         for group in self._next:
             if len(group.response_lengths) != sampling.group_size:
                 raise DataError(f"rollout.replay, prompt {group.prompt.prompt_id}", got=f"{len(group.response_lengths)} responses",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,17 @@ class SampleFile:
 
     Args:
         identity: what the samples depend on, plain values.
-        votes: whether answers of this evaluation have a majority.
+        votes: benchmarks whose answers have a majority.
 
     Raises:
         UserError: the file holds samples of another evaluation.
         RunError: a damaged line that is not the last.
     """
 
-    def __init__(self, path: Path, *, identity: Mapping[str, Any], votes: bool) -> None:
+    def __init__(self, path: Path, *, identity: Mapping[str, Any], votes: Collection[str]) -> None:
         self._path, self._votes = path, votes
         self.records: list[SampleRecord] = []
+        self.sandboxes: set[str] = set()  # forms of isolation in which programs were judged
         rows = self._read()
         if rows and rows[0] != dict(identity):
             changed = sorted(key for key in {*rows[0], *identity} if rows[0].get(key) != identity.get(key))
@@ -77,9 +78,10 @@ class SampleFile:
 
     def _parsed(self, row: Mapping[str, Any], number: int) -> list[SampleRecord]:
         try:
+            self.sandboxes |= {sample["sandbox"] for sample in row["samples"] if "sandbox" in sample}
             return [
                 SampleRecord(row["benchmark"], row["problem_id"], index, Status(sample["status"]), sample["extracted"],
-                             sample["tokens"], sample["truncated"], sample["answer_span_tokens"], self._votes)
+                             sample["tokens"], sample["truncated"], sample["answer_span_tokens"], row["benchmark"] in self._votes)
                 for index, sample in enumerate(row["samples"])
             ]
         except (KeyError, TypeError, ValueError) as error:

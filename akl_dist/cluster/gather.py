@@ -7,8 +7,9 @@ a dead actor first, then an error raised on purpose, then anything else.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,10 @@ ECHO_WINDOW_S = 3.0
 LIVENESS_INTERVAL_S = 2.0
 """How often a wait looks whether the processes it depends on are alive."""
 
+LOG_AFTER_S, LOG_EVERY_S = 30.0, 60.0
+"""A wait says whom it waits for after the first of these times, and again every second one."""
+
+_log = logging.getLogger(__name__)
 _watched: list[psutil.Process] = []
 
 
@@ -55,41 +60,113 @@ def _check_watched(stage: str, doing: str) -> None:
             )
 
 
-def gather(refs: Mapping[str, Any], *, timeout_s: float, stage: str, doing: str) -> dict[str, Any]:
-    """Results of named remote calls, in the order of ``refs``.
+class _Wait:
+    """One wait: its limit, what it says while it lasts, and what it raises in the end."""
+
+    def __init__(self, timeout_s: float, stage: str, doing: str) -> None:
+        self.stage, self.doing = stage, doing
+        self._timeout_s, self._begin = timeout_s, time.monotonic()
+        self._deadline, self._next_log = self._begin + timeout_s, self._begin + LOG_AFTER_S
+
+    def ready(self, waiting: Mapping[Any, str]) -> list[Any]:
+        """Those of the references and streams (each with its actor's name) that can be read now; at least one.
+
+        Raises:
+            DeadlineExceeded: none came within the limit.
+            ClusterError: a watched process is gone.
+        """
+        while True:
+            left = max(0.0, self._deadline - time.monotonic())
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, LIVENESS_INTERVAL_S))
+            if ready:
+                return ready
+            late = ", ".join(dict.fromkeys(waiting.values()))
+            if left <= LIVENESS_INTERVAL_S:
+                raise DeadlineExceeded(
+                    late, got=f"no answer within {self._timeout_s:g} s while {self.doing}", expected="an answer",
+                    remedy=f"Look at the logs of these actors; raise {self.stage}.timeout_s if the work is really that long.",
+                    stage=self.stage, actor=late,
+                )
+            _check_watched(self.stage, self.doing)
+            if time.monotonic() >= self._next_log:
+                self._next_log += LOG_EVERY_S
+                _log.warning("%s: waiting for %s since %.0f s: %s", self.stage, late, time.monotonic() - self._begin, self.doing)
+
+    def pause(self, seconds: float) -> None:
+        """What the waiter did meanwhile does not count."""
+        self._begin += seconds
+        self._deadline += seconds
+        self._next_log += seconds
+
+
+def arrivals(calls: Mapping[str, Any], *, timeout_s: float, stage: str, doing: str) -> Iterator[tuple[str, Any]]:
+    """Actor name and result of named remote calls as they come; of a streaming call every item, until it has ended.
 
     Args:
-        refs: actor name -> object reference of the call's result.
-        timeout_s: limit for all of them together.
+        calls: actor name -> object reference of the call's result, or generator of a streaming call (num_returns="streaming").
+        timeout_s: limit for all of them together, without the time that the consumer takes between results.
         stage: stage word for errors.
         doing: what the actors were asked to do ("sampling step 3").
 
     Raises:
-        ActorDied, DeadlineExceeded: naming the actors.
+        ActorDied, DeadlineExceeded: naming the actors; also in the middle of a stream.
         AklError: the error an actor raised on purpose, as raised there.
         RunError: any other exception of an actor, with its traceback.
     """
-    names = {ref: name for name, ref in refs.items()}
-    waiting, results = list(refs.values()), {}
-    deadline = time.monotonic() + timeout_s
+    waiting = {call: name for name, call in calls.items()}
+    wait = _Wait(timeout_s, stage, doing)
     while waiting:
-        left = max(0.0, deadline - time.monotonic())
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, LIVENESS_INTERVAL_S))
-        if not ready and left > LIVENESS_INTERVAL_S:
-            _check_watched(stage, doing)
-        elif not ready:
-            late = ", ".join(names[ref] for ref in waiting)
-            raise DeadlineExceeded(
-                late, got=f"no answer within {timeout_s:g} s while {doing}", expected="an answer",
-                remedy=f"Look at the logs of these actors; raise {stage}.timeout_s if the work is really that long.",
-                stage=stage, actor=late,
-            )
-        for ref in ready:
-            value, error = _result(ref, names[ref], stage, doing)
+        for call in wait.ready(waiting):
+            taken = _take(call, waiting[call], stage, doing)
+            if taken is None:
+                del waiting[call]
+                continue
+            value, error = taken
             if error is not None:
-                raise _cause([error, *_echoes(waiting, names, stage, doing)])
-            results[names[ref]] = value
+                name = waiting.pop(call)
+                raise _cause([error, *_echoes(waiting, stage, doing)])
+            name = waiting[call] if _streams(call) else waiting.pop(call)
+            begin = time.monotonic()
+            yield name, value
+            wait.pause(time.monotonic() - begin)
+
+
+def gather(refs: Mapping[str, Any], *, timeout_s: float, stage: str, doing: str) -> dict[str, Any]:
+    """Results of named remote calls, in the order of ``refs``. Arguments and errors: those of :func:`arrivals`."""
+    results = dict(arrivals(refs, timeout_s=timeout_s, stage=stage, doing=doing))
     return {name: results[name] for name in refs}
+
+
+def answered(calls: Mapping[Any, str], *, timeout_s: float, stage: str, doing: str) -> dict[Any, Any]:
+    """Results of those calls (reference -> actor name; an actor may have several) that have been answered by now.
+
+    Waits for the first one up to ``timeout_s``; with 0 it does not wait, and the result may be empty. Errors: :func:`arrivals`.
+    """
+    ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
+    if not ready and timeout_s > 0 and calls:
+        ready = _Wait(timeout_s, stage, doing).ready(calls)
+    results = {}
+    for ref in ready:
+        value, error = _result(ref, calls[ref], stage, doing)
+        if error is not None:
+            others = {other: name for other, name in calls.items() if other is not ref}
+            raise _cause([error, *_echoes(others, stage, doing)])
+        results[ref] = value
+    return results
+
+
+def _streams(call: Any) -> bool:
+    return isinstance(call, ray.ObjectRefGenerator)
+
+
+def _take(call: Any, name: str, stage: str, doing: str) -> tuple[Any, AklError | None] | None:
+    """Result of a call that is ready, or next item of a stream that is; None where the stream has ended."""
+    if _streams(call):
+        try:
+            call = next(call)
+        except StopIteration:
+            return None
+    return _result(call, name, stage, doing)
 
 
 def _result(ref: Any, name: str, stage: str, doing: str) -> tuple[Any, AklError | None]:
@@ -121,16 +198,19 @@ def died(name: str, stage: str, doing: str, error: Exception) -> ActorDied:
     )
 
 
-def _echoes(waiting: list, names: Mapping[Any, str], stage: str, doing: str) -> Iterable[AklError]:
-    deadline = time.monotonic() + ECHO_WINDOW_S
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+def _echoes(waiting: Mapping[Any, str], stage: str, doing: str) -> Iterable[AklError]:
+    """Further errors within ``ECHO_WINDOW_S``; items of streams are passed over."""
+    names, deadline = dict(waiting), time.monotonic() + ECHO_WINDOW_S
+    while names:
+        ready, _ = ray.wait(list(names), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             return
-        for ref in ready:
-            _, error = _result(ref, names[ref], stage, doing)
-            if error is not None:
-                yield error
+        for call in ready:
+            taken = _take(call, names[call], stage, doing)
+            if taken is None or taken[1] is not None or not _streams(call):
+                del names[call]
+            if taken is not None and taken[1] is not None:
+                yield taken[1]
 
 
 def _cause(errors: list[AklError]) -> AklError:

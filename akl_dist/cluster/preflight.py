@@ -8,7 +8,7 @@ from pathlib import Path
 from akl_dist.cluster.environment import resolve_address
 from akl_dist.cluster.placement import Layout, lacks
 from akl_dist.config import models
-from akl_dist.config.choices import GENERATED_RECIPES
+from akl_dist.config.mixture import from_hub
 from akl_dist.config.schema import Config
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -35,6 +35,6 @@ def lacking(config: Config, wanted: Layout) -> list[str]:
     for what, path in (("model", config.model.path), ("critic's model", critic)):
         if path is not None and not models.looks_local(path) and (what == "model" or path != config.model.path):
             out.append(f"hub: {what} {path} is fetched when the run starts, unless it is in the cache")
-    if config.data.recipe not in GENERATED_RECIPES and config.data.path is None and config.rollout.replay is None:
-        out.append(f"hub: data set of data.recipe={config.data.recipe} is fetched when the run starts (or set data.path=FILE)")
+    if config.rollout.replay is None:
+        out += [f"hub: data set {label} is fetched when the run starts (or set data.path=FILE)" for label in from_hub(config.data)]
     return out

@@ -11,6 +11,7 @@ from akl_dist.config.validate_cokl import FROM_REFERENCE
 from akl_dist.contract.records import JudgedGroup, Prompt, ReferenceGroup, RolloutGroup, Sampling, TrainingGroup, Update
 from akl_dist.contract.reference_samples import ReferenceSamples
 from akl_dist.contract.stages import ReferenceStage, RolloutStage, VerifyStage
+from akl_dist.data.mixture import source_from_state
 from akl_dist.data.source import PromptSource
 
 
@@ -76,7 +77,7 @@ def prompts_of_run(prompts: Sequence[Prompt], position: Mapping[str, Any], confi
 
     ``position`` is the state of the run's prompt source, which is left alone.
     """
-    source = PromptSource.from_state(prompts, position)
+    source = source_from_state(prompts, position)
     found: dict[str, Prompt] = {}
     for _ in range(steps_left * (1 + config.rollout.dynamic_sampling_rounds)):
         if len(found) == len(source):

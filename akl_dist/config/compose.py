@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from akl_dist.config import typed
+from akl_dist.config.resolve import with_implied_kind
 from akl_dist.config.schema import Config
 from akl_dist.contract.errors import ConfigError, UserError
 
@@ -131,7 +132,7 @@ def compose_plain(overrides: Sequence[str], *, with_hydra: bool = False) -> dict
 
 def compose(overrides: Sequence[str]) -> Config:
     """The frozen configuration for ``overrides`` (``["+exp=tiny", "learner.lr=1e-4"]``). Types checked, values not yet
-    (``validate.validate``).
+    (``validate.validate``). ``verify.custom`` or ``verify.http_url`` alone say which kind of verifier is meant.
 
     Raises:
         ConfigError: every unknown key and value of a wrong type, also those in YAML files.
@@ -139,7 +140,8 @@ def compose(overrides: Sequence[str]) -> Config:
     config, problems = typed.build(compose_plain(overrides))
     if problems:
         raise ConfigError(problems)
-    return config
+    said = any(override.lstrip("+").startswith("verify.kind=") for override in overrides)
+    return config if said else with_implied_kind(config)
 
 
 def to_yaml(config: Config) -> str:

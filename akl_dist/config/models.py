@@ -9,7 +9,8 @@ from typing import Any
 
 from akl_dist.contract.errors import ModelError
 
-TINY = "tiny"
+EMBEDDED = {"tiny": "model", "tiny_tir": "tool_model"}
+"""Values of ``model.path`` that mean a shipped checkpoint -> its folder in ``akl_dist/tiny``."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,16 @@ KNOWN: dict[str, ModelSizes] = {
 
 
 def resolve(path: str) -> str:
-    """What loaders are given: the embedded model's folder for ``tiny``, an absolute path for a local folder, else the hub
+    """What loaders are given: an embedded model's folder for its name, an absolute path for a local folder, else the hub
     name unchanged."""
-    if path == TINY:
-        return str(Path(__file__).resolve().parents[1] / "tiny" / "model")
+    if path in EMBEDDED:
+        return str(Path(__file__).resolve().parents[1] / "tiny" / EMBEDDED[path])
     return str(Path(path).expanduser().resolve()) if looks_local(path) else path
 
 
 def looks_local(path: str) -> bool:
     """Whether ``path`` means a folder here rather than a hub name (``ORG/NAME``, existing folders win)."""
-    if path == TINY or path.startswith(("/", ".", "~")) or path.count("/") != 1:
+    if path in EMBEDDED or path.startswith(("/", ".", "~")) or path.count("/") != 1:
         return True
     folder = Path(path)
     return folder.is_dir() or (path not in KNOWN and folder.parent.is_dir())
@@ -105,8 +106,8 @@ def sizes(path: str) -> ModelSizes | None:
     folder = Path(resolve(path))
     if not folder.is_dir():
         raise ModelError(
-            "model.path", got=f"missing model directory {folder}", expected="tiny, a local folder with config.json and "
-            "weights, or a hub name ORG/NAME", remedy="Check the path.", stage="config",
+            "model.path", got=f"missing model directory {folder}", expected=f"{', '.join(EMBEDDED)}, a local folder with "
+            "config.json and weights, or a hub name ORG/NAME", remedy="Check the path.", stage="config",
         )
     file = folder / "config.json"
     try:

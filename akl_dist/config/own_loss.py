@@ -26,7 +26,7 @@ def own_loss_problems(config: Config) -> Problems:
     """What can be said about the module without importing it (a dotted name's parent package would be, by ``find_spec``)."""
     objective = config.objective
     module = str(objective.policy_loss_module)
-    if not _MODULE.fullmatch(module) or not _is_there(module):
+    if not _MODULE.fullmatch(module) or not module_is_there(module):
         plain = module.rpartition("/")[2].removesuffix(".py")
         yield problem(KEY, module, "a module that Python finds (its name, without .py)", f"Write {KEY}={plain or 'my_losses'} and "
                       "start where that file is, or put its folder on PYTHONPATH.")
@@ -35,7 +35,8 @@ def own_loss_problems(config: Config) -> Problems:
                       "built in, so nothing would read the module)", f"Name your loss, or leave {KEY} out.")
 
 
-def _is_there(module: str) -> bool:
+def module_is_there(module: str) -> bool:
+    """Whether Python finds a module of this dotted name, without importing any part of it."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)

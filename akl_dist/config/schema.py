@@ -50,7 +50,7 @@ class DataConfig:
     system_prompt: str | None = None
     prompt_suffix: str | None = None  # null = the recipe's own instruction after each problem
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template, e.g. {enable_thinking: false}
-    mixture: dict[str, Any] = field(default_factory=dict)  # several sources: {gsm8k: {weight: 2}, mbpp: {weight: 1, verifier: code}}
+    mixture: dict[str, Any] = field(default_factory=dict)  # several sources: {gsm8k: {weight: 2}, mbpp: {verifier: code}}
     max_prompt_tokens: int = 64
     overlong: str = "drop"  # drop (counted and reported) | error
     invalid_gold: str = "error"  # error | drop (counted and listed by id): golds that the verifier cannot judge
@@ -110,7 +110,7 @@ class VerifyConfig:
     terms: dict[str, Any] = field(default_factory=dict)  # more rewards beside kind's: {brief: {custom: "m:f", weight: 0.1}}
     num_workers: int = 1  # killable grader processes
     timeout_s: float = 5.0  # wall clock of one judgement; of code: of the programs of one judgement together
-    allow_unsandboxed: bool = False  # code: run programs where this machine cannot isolate them
+    allow_unsandboxed: bool = False  # run programs (code, the python tool) where nothing isolates them
     tasks_per_worker: int = 2000  # a grader process is recycled after this many
     max_faulty_fraction: float = 0.2  # share of timeout, error and invalid_gold that stops the run
     batch_timeout_s: float = 300.0

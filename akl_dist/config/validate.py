@@ -16,7 +16,11 @@ from akl_dist.config.own_loss import own_loss_problems
 from akl_dist.config.problems import Problems, Unread
 from akl_dist.config.problems import problem as _problem
 from akl_dist.config.schema import Config
+from akl_dist.config.validate_data import data_problems, data_unread, data_warnings
 from akl_dist.config.validate_objective import objective_problems, objective_warnings, unread_keys
+from akl_dist.config.validate_roles import roles_problems, roles_unread
+from akl_dist.config.validate_rollout import rollout_problems, rollout_unread, rollout_warnings
+from akl_dist.config.validate_verify import judges_code, verify_problems, verify_unread, verify_warnings
 from akl_dist.contract.errors import ConfigError, DataError, ModelError, UserError, nearest
 
 FLOAT32_GAP = 1e-3  # nats; engines and learner in float32 agree to about 1e-5
@@ -34,7 +38,8 @@ def validate(config: Config) -> None:
     problems = [*_choices(config), *_ranges(config)]
     wrong = {problem.subject for problem in problems}
     later = [*_names(config), *_files(config), *_devices(config), *_batch(config), *_lengths(config), *_precision(config),
-             *_policy_loss(config), *objective_problems(config), *_limits(config), *_unused(config)]
+             *_policy_loss(config), *objective_problems(config), *data_problems(config), *roles_problems(config),
+             *rollout_problems(config), *verify_problems(config), *_limits(config), *_unused(config)]
     problems += [problem for problem in later if problem.subject not in wrong]  # a value out of range breaks sums, too
     problems += [problem for problem in _model(config) if problem.subject not in wrong]
     if problems:
@@ -52,7 +57,10 @@ def warnings(config: Config) -> list[str]:
         found.append(f"rollout.dtype={rollout.dtype} and model.dtype={config.model.dtype} differ: engine and learner "
                      "log-probs then differ, too.")
     found += objective_warnings(config)
-    if config.verify.kind == "code" and config.verify.allow_unsandboxed:
+    found += data_warnings(config)
+    found += verify_warnings(config)
+    found += rollout_warnings(config)
+    if (judges_code(config) or config.rollout.tools.environment == "python") and config.verify.allow_unsandboxed:
         found.append("verify.allow_unsandboxed=true: where this machine cannot isolate them, generated programs run with this "
                      "user's rights and network.")
     if config.learner.lr == 0:
@@ -107,9 +115,6 @@ def _ranges(config: Config) -> Problems:
         if not 0 <= beta < 1:
             yield _problem("learner.adam_betas", list(config.learner.adam_betas), "two numbers from 0 to below 1",
                            f"Mend number {index + 1}; [0.9, 0.999] is usual.")
-    if config.roles.entropy_window % 2 == 0:
-        yield _problem("roles.entropy_window", config.roles.entropy_window, "an odd number (the window is centred)",
-                       f"Write roles.entropy_window={config.roles.entropy_window + 1}.")
 
 
 def _names(config: Config) -> Problems:
@@ -137,7 +142,7 @@ def _files(config: Config) -> Problems:
     elif data.recipe in GENERATED_RECIPES and data.name is not None:
         yield _problem("data.name", data.name, f"null with data.recipe={data.recipe}, whose problems are generated: nothing "
                        "reads it", "Leave data.name out, or choose the data set's recipe (data=generic for your own).", DataError)
-    if data.recipe in CODE_RECIPES and config.verify.kind != "code":
+    if data.recipe in CODE_RECIPES and config.verify.kind == "math":
         yield _problem("verify.kind", config.verify.kind, f"code with data.recipe={data.recipe}, whose golds are tests",
                        "Write verify.kind=code.")
     if config.rollout.replay is not None:
@@ -299,6 +304,10 @@ def _unused(config: Config) -> Problems:
     cluster = config.cluster
     rules: tuple[Unread, ...] = (
         *unread_keys(config),
+        *verify_unread(config),
+        *data_unread(config),
+        *roles_unread(config),
+        *rollout_unread(config),
         ("rollout.gpu_memory_utilization", cluster.device == "cuda", "cluster.device=cuda"),
         ("learner.offload_optimizer", cluster.device == "cuda", "cluster.device=cuda"),
         ("rollout.kv_cache_gib", cluster.device == "cpu", "cluster.device=cpu"),

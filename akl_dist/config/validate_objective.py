@@ -30,13 +30,10 @@ def objective_problems(config: Config) -> Problems:
 
 
 def unread_keys(config: Config) -> Iterator[Unread]:
-    """Keys of the objective and the roles that only some variants read."""
+    """Keys of the objective that only some variants read."""
     objective, kl, correction = config.objective, config.objective.kl, config.objective.correction
     yield ("objective.aggregation_norm", objective.aggregation == "seq_mean_token_sum_norm",
            "objective.aggregation=seq_mean_token_sum_norm")
-    voted = config.roles.rule in ("majority", "entropy", "random_span", "random_tokens")
-    for key in ("roles.entropy_quantile", "roles.entropy_window"):
-        yield (key, voted, "roles.rule=majority, entropy, random_span or random_tokens")
     weighted = kl.placement == "loss" and kl.state_weight != "none" and (
         kl.estimator == "sampled" or kl.state_weight == "cumulative")
     yield ("objective.kl.max_weight", weighted,

@@ -16,8 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from akl_dist.contract.turns import Turns
+
 Handle = Any
 """An opaque reference to a record of arrays (a Ray object reference on a cluster, the record itself in unit tests)."""
+
+
+MAIN_TERM = "verdict"
+"""Name of the verifier's own term in a reward that is a sum of several."""
 
 
 class Status(str, enum.Enum):
@@ -55,6 +61,12 @@ class Verdict:
         if not self.status.trains:
             return None
         return self.status is Status.OK
+
+    @property
+    def outcome(self) -> float | None:
+        """What the verifier itself says, without other terms: its score, else 1.0 or 0.0; None where there is no verdict."""
+        own = dict(self.terms).get(MAIN_TERM, self.score)
+        return own if own is not None and self.status.trains else None if self.correct is None else float(self.correct)
 
     @property
     def reward(self) -> float | None:
@@ -125,57 +137,6 @@ class RolloutArrays:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """How one response came about in a conversation with an environment.
-
-    segments: lengths in tokens, alternating sampled by the policy and written by the environment, beginning with a sampled one.
-    void: turns (0 the first) with neither a call nor a final answer. left_out: turns whose sampled tokens do not train.
-    calls, failed_calls: tool calls made, and those of them that ended in an error. score: what the environment itself gave, None
-    where it gave nothing. fault: why there can be no verdict (the environment failed, not the policy), else empty.
-    """
-
-    segments: tuple[int, ...]
-    void: tuple[int, ...] = ()
-    left_out: tuple[int, ...] = ()
-    calls: int = 0
-    failed_calls: int = 0
-    score: float | None = None
-    fault: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.segments or any(n < 1 for n in self.segments):
-            raise ValueError(f"segments {self.segments}, expected lengths of at least 1 that begin with a sampled turn")
-        if not all(0 <= turn < self.num_turns for turn in (*self.void, *self.left_out)):
-            raise ValueError(f"void turns {self.void} and turns left out {self.left_out} of {self.num_turns}")
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.segments)
-
-    @property
-    def num_turns(self) -> int:
-        return (len(self.segments) + 1) // 2
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(n for turn, n in enumerate(self.segments[::2]) if turn not in self.left_out)
-
-    @property
-    def last_turn(self) -> int:
-        """Where the last sampled turn begins, in tokens of the response."""
-        return sum(self.segments[: 2 * (self.num_turns - 1)])
-
-    def sampled_mask(self) -> np.ndarray:
-        """bool [n]: tokens sampled by the policy."""
-        return np.repeat(np.arange(len(self.segments)) % 2 == 0, self.segments)
-
-    def trained_mask(self) -> np.ndarray:
-        """bool [n]: those of them that are in no turn left out."""
-        kept = [index % 2 == 0 and index // 2 not in self.left_out for index in range(len(self.segments))]
-        return np.repeat(np.asarray(kept), self.segments)
-
-
-@dataclass(frozen=True)
 class RolloutGroup:
     """Responses to one prompt.
 
@@ -212,6 +173,11 @@ class RolloutGroup:
         return tuple(reason != "stop" for reason in self.finish_reasons)
 
     @property
+    def sampled_lengths(self) -> tuple[int, ...]:
+        """Tokens of each response that the policy sampled, end tokens included."""
+        return tuple(one.sampled_tokens for one in self.turns) if self.turns else self.response_lengths
+
+    @property
     def trained_lengths(self) -> tuple[int, ...]:
         """Tokens of each response that may train: sampled by the policy, in a turn that is not left out."""
         return tuple(one.trained_tokens for one in self.turns) if self.turns else self.response_lengths
@@ -240,13 +206,15 @@ class JudgedArrays:
 @dataclass(frozen=True)
 class JudgedGroup:
     """Verdicts of one group, without the text they were read from (it is among the arrays). ``answer_span_tokens`` [G]:
-    tokens overlapping the verifier's answer span (0 if none). ``distinct_correct``: different answers among the right ones."""
+    tokens overlapping the verifier's answer span (0 if none). ``distinct_correct``: different answers among the right ones.
+    ``majority``: maj@k of the group, None where its answers do not vote (programs) or none has a verdict."""
 
     prompt_id: str
     verdicts: tuple[Verdict, ...]
     answer_span_tokens: tuple[int, ...]
     arrays: Handle  # -> JudgedArrays
     distinct_correct: int = 0
+    majority: float | None = None
 
 
 # --- reference ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,16 +23,39 @@ from akl_dist.contract.records import (
 class RolloutStage(Protocol):
     """Draws responses with the current policy."""
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[RolloutGroup]:
-        """One group per prompt, in the prompts' order. Waits for the engines, within the stage's deadline."""
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: Sampling, finished: Callable[[Sequence[RolloutGroup]], None] | None = None
+    ) -> list[RolloutGroup]:
+        """One group per prompt, in the prompts' order. Waits for the engines, within the stage's deadline.
+
+        ``finished`` is called with groups as they end, the same objects as in the result, while others are still sampled; a
+        stage that has all groups at once need not call it.
+        """
+        ...
+
+
+class VerdictStream(Protocol):
+    """A batch whose groups are judged while others of it are still sampled."""
+
+    def add(self, groups: Sequence[RolloutGroup]) -> None:
+        """Start judging. Waits only while ``verify.queue_groups`` other groups wait for a grader, within the stage's deadline."""
+        ...
+
+    def ticket(self, order: Sequence[RolloutGroup]) -> Any:
+        """The whole batch, for :meth:`VerifyStage.collect`; judges what was not added before. Does not wait."""
         ...
 
 
 class VerifyStage(Protocol):
     """Judges responses and labels token roles."""
 
+    def stream(self) -> VerdictStream:
+        """A new batch, to be judged as it is sampled."""
+        ...
+
     def submit(self, groups: Sequence[RolloutGroup]) -> Any:
-        """Start judging; returns a ticket for :meth:`collect`. Does not wait, so graders work while the reference scores."""
+        """Start judging a whole batch; returns a ticket for :meth:`collect`. Does not wait, so graders work while the reference
+        scores."""
         ...
 
     def collect(self, ticket: Any, earlier: Sequence[JudgedGroup] = ()) -> list[JudgedGroup]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 @dataclass(frozen=True)
 class Composed:
     """What a row gives: the problem's text (of a conversation, its last user message), the gold, and where a row has them the
-    messages of its own prompt as (role, content) and the name of its source."""
+    messages of its own prompt as (role, content), the name of its source, and as JSON text what else a reward may want."""
 
     text: str
     gold: str
     messages: tuple[tuple[str, str], ...] = ()
     source: str | None = None
+    extra: str = ""
 
 
 RowAdapter = Callable[[Mapping[str, Any]], "Composed | str"]
@@ -71,9 +73,16 @@ def humaneval(row: Mapping[str, Any]) -> Composed | str:
         "entry_point": entry_point, "prompt": prompt, "setup": "", "test": test}))
 
 
+class Numeral(str):
+    """A number of a JSON file in its own spelling (``0.10``); where it goes into JSON again it is a number again."""
+
+
 def verl(row: Mapping[str, Any]) -> Composed | str:
-    """verl's layout: ``data_source``, ``prompt`` (a list of role and content), ``reward_model.ground_truth``. The messages reach
-    the chat template as they are."""
+    """verl's layout: ``data_source``, ``prompt`` (a list of role and content), ``reward_model.ground_truth``, ``extra_info``.
+
+    The messages reach the chat template as they are. A ground truth of several parts (a code task's tests) and ``extra_info``
+    become JSON text; ``ability`` and ``reward_model.style`` decide nothing here.
+    """
     messages, model, source = row.get("prompt"), row.get("reward_model"), row.get("data_source")
     if not isinstance(messages, list) or not messages:
         return "no list of messages in column 'prompt'"
@@ -82,15 +91,55 @@ def verl(row: Mapping[str, Any]) -> Composed | str:
             return f"a message in 'prompt' that is no role ({', '.join(ROLES)}) with a text"
     if messages[-1]["role"] != "user":
         return "a prompt that does not end with a user's message"
-    gold = model.get("ground_truth") if isinstance(model, Mapping) else None
-    if isinstance(gold, int | float) and not isinstance(gold, bool):
-        gold = str(gold)
-    if not isinstance(gold, str) or not gold.strip():
+    try:
+        gold = _ground_truth(model.get("ground_truth") if isinstance(model, Mapping) else None)
+        extra = row.get("extra_info")
+        extra = "" if extra is None else json.dumps(jsonable(extra), ensure_ascii=True, sort_keys=True)
+    except ValueError as error:
+        return str(error)
+    if not gold:
         return "no text in 'reward_model.ground_truth'"
     if source is not None and (not isinstance(source, str) or not source.strip()):
         return "no text in column 'data_source'"
     pairs = tuple((message["role"], message["content"]) for message in messages)
-    return Composed(pairs[-1][1], gold.strip(), pairs, source)
+    return Composed(pairs[-1][1], gold, pairs, source, extra)
+
+
+def _ground_truth(value: Any) -> str | None:
+    """A gold as text: text itself, a number in its spelling, JSON of a dictionary or list. Raises ValueError."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bool) or value is None:
+        return None
+    plain = jsonable(value, "'reward_model.ground_truth'")
+    if isinstance(plain, int | float):
+        return str(plain)
+    return json.dumps(plain, ensure_ascii=True, sort_keys=True) if plain else None
+
+
+def jsonable(value: Any, where: str = "'extra_info'") -> Any:
+    """``value`` with nothing in it but what JSON holds: arrays become lists, their numbers plain ones.
+
+    Raises ValueError naming the place of what JSON cannot hold (bytes, dates, decimals, nan, keys that are no text).
+    """
+    if isinstance(value, Numeral):
+        return int(value) if value.lstrip("-").isdigit() else jsonable(float(value), where)
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} in {where}, which JSON cannot hold")
+        return value
+    if isinstance(value, Mapping):
+        strange = [key for key in value if not isinstance(key, str)]
+        if strange:
+            raise ValueError(f"the key {strange[0]!r} in {where}, which JSON cannot hold (only text)")
+        return {key: jsonable(one, f"{where}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(one, f"{where}[{index}]") for index, one in enumerate(value)]
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # numpy's arrays and scalars
+        return jsonable(value.tolist(), where)
+    raise ValueError(f"a {type(value).__name__} in {where}, which JSON cannot hold")
 
 
 DAPO_OPENING = ("Solve the following math problem step by step. The last line of your response should be of the form Answer: "

@@ -16,11 +16,9 @@ from typing import Any, Literal
 
 from akl_dist.config.schema import ColumnsConfig
 from akl_dist.contract.errors import DataError, nearest
-from akl_dist.data.composed import Composed
+from akl_dist.data.composed import Composed, Numeral
 from akl_dist.data.recipes import GoldColumn, Recipe
-
-LISTED = 10
-"""How many offending rows an error message spells out."""
+from akl_dist.data.report import LISTED
 
 InvalidGold = Callable[[str], "str | None"]
 """Why a gold cannot be judged; empty or None for one that can be."""
@@ -40,13 +38,14 @@ class RawRow:
 @dataclass(frozen=True)
 class Problem:
     """One usable row: id (unique in its source), the problem's text, the gold answer; ``messages`` (role, content) of a row that
-    brings its whole prompt, ``source`` where the row names its own."""
+    brings its whole prompt, ``source`` where the row names its own, ``extra`` JSON text of what else it brings."""
 
     row_id: str
     text: str
     gold: str
     messages: tuple[tuple[str, str], ...] = ()
     source: str | None = None
+    extra: str = ""
 
 
 def read_file(path: Path, *, split: str) -> list[RawRow]:
@@ -73,7 +72,7 @@ def _read_jsonl(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
                 if not text.strip():
                     continue
                 # numbers keep their spelling: 0.10 stays "0.10", a 30-digit integer loses nothing
-                row = json.loads(text, parse_float=str, parse_int=str, parse_constant=_no_constant)
+                row = json.loads(text, parse_float=Numeral, parse_int=Numeral, parse_constant=_no_constant)
             except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
                 raise _error(f"{path}, line {number}", f"malformed JSON ({error})", "one JSON object, UTF-8",
                              "Correct or remove the line.") from error
@@ -136,16 +135,17 @@ def read_tiny(*, split: str, count: int, task: str = "sums", at_most: bool = Fal
     """``count`` generated problems of one task, whatever the run's seed; a longer list starts with the shorter one.
 
     Args:
-        task: "sums", "blanks" (several right answers) or "pairs" (two operands).
+        task: "sums", "blanks" (several right answers), "pairs" (two operands) or "products" (of two digits, by tool).
         at_most: give all there are where the split has fewer than ``count``.
 
     Raises DataError for an unknown split, and unless ``at_most`` for more problems than the split has.
     """
-    from akl_dist.tiny import environments
+    from akl_dist.tiny import environments, tool_task
     from akl_dist.tiny import task as sums
 
     tasks = {"sums": (sums.num_problems, sums.problems), "blanks": (environments.num_blanks, environments.blanks),
-             "pairs": (environments.num_pairs, environments.pairs)}  # fmt: skip
+             "pairs": (environments.num_pairs, environments.pairs),
+             "products": (tool_task.num_products, tool_task.products)}  # fmt: skip
     if split not in TINY_SPLITS:
         raise _error("data.split of a generated recipe", repr(split), f"one of {', '.join(TINY_SPLITS)}",
                      "Generated tasks have a training and a held-out side.")
@@ -189,7 +189,8 @@ def to_problems(
         if halved := [column for column, text in texts.items() if _halved(text)]:
             bad.append(f"{name}: column {halved[0]!r} holds half a character (a lone surrogate)")
         elif composed.gold and not reason:
-            problems.append(Problem(str(row_id), composed.text, composed.gold, composed.messages, composed.source))
+            problems.append(Problem(str(row_id), composed.text, composed.gold, composed.messages, composed.source,
+                                    composed.extra))
         elif known := recipe.known_unusable.get(hashlib.sha256(composed.text.encode("utf-8", "replace")).hexdigest()):
             excluded.append(f"{row.where}: {known}")
         elif composed.gold:

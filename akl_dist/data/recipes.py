@@ -249,10 +249,14 @@ MULTI_SOLUTION = replace(TINY, name="multi_solution", generated="blanks")
 PAIRS = replace(TINY, name="tiny_pairs", generated="pairs")
 """Sums of two operands: new to the shipped model."""
 
+TINY_TIR = replace(TINY, name="tiny_tir", generated="products")
+"""Products of two numbers of two digits, for a model that may call Python."""
+
 RECIPES: Mapping[str, tuple[Recipe, ...]] = {
     "tiny": (TINY,),
     "multi_solution": (MULTI_SOLUTION,),
     "continual": (PAIRS, replace(TINY, trains=False)),
+    "tiny_tir": (TINY_TIR,),
     "gsm8k": (GSM8K,),
     "math": (MATH,),
     "gsm8k_math": (GSM8K, MATH),

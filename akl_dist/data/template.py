@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from akl_dist.contract.errors import DataError, ModelError
+
+THINK = "<think>"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A tokenised prompt. ``think_open``: it ends, after white space, with an opened ``<think>``, so the response begins inside
+    the reasoning. (An empty section that is closed again, ``<think></think>``, is not open.)"""
+
+    token_ids: tuple[int, ...]
+    think_open: bool
 
 
 class PromptTemplate:
@@ -15,15 +30,20 @@ class PromptTemplate:
         tokenizer_path: a model folder (or hub name) with ``tokenizer.json`` and a chat template.
         system_prompt: content of the system message; None for no system message.
         suffix: the instruction put after every problem.
+        variables: what the template is given beside the messages (``{"enable_thinking": False}``).
 
     Raises ModelError when there is no usable tokenizer or no chat template.
     """
 
-    def __init__(self, tokenizer_path: str | Path, *, system_prompt: str | None = None, suffix: str = "") -> None:
+    def __init__(
+        self, tokenizer_path: str | Path, *, system_prompt: str | None = None, suffix: str = "",
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         # AutoTokenizer would import torch (seconds); the fast tokenizer class reads the same folder without it.
         from transformers import PreTrainedTokenizerFast
 
         self.path, self.suffix, self.system_prompt = str(tokenizer_path), suffix, system_prompt
+        self.variables = dict(variables or {})
         try:
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path)
         except (OSError, ValueError) as error:
@@ -38,6 +58,18 @@ class PromptTemplate:
                 remedy="Use the instruction-tuned model, or add chat_template.jinja to the model folder.",
             )
 
+    def with_suffix(self, suffix: str) -> PromptTemplate:
+        """The same template (and tokenizer) with another instruction."""
+        other = copy.copy(self)
+        other.suffix = suffix
+        return other
+
+    def unused_variables(self) -> list[str]:
+        """Those of ``variables`` that the template's text does not name: they change nothing."""
+        texts = self.tokenizer.chat_template
+        text = "\n".join(texts.values()) if isinstance(texts, dict) else str(texts)
+        return [name for name in self.variables if not re.search(rf"\b{re.escape(name)}\b", text)]
+
     def message(self, problem: str) -> str:
         """The user message: the problem, byte for byte, and the instruction."""
         return problem + self.suffix
@@ -51,7 +83,11 @@ class PromptTemplate:
         return [{"role": role, "content": content} for role, content in pairs]
 
     def encode(self, problem: str, own: Sequence[tuple[str, str]] = ()) -> tuple[int, ...]:
-        """Ids of the whole prompt, ending where the response begins.
+        """Ids of the whole prompt, ending where the response begins. Errors of :meth:`render`."""
+        return self.render(problem, own).token_ids
+
+    def render(self, problem: str, own: Sequence[tuple[str, str]] = ()) -> Rendered:
+        """The whole prompt, ending where the response begins.
 
         The template writes its own special tokens, so the tokenizer adds none (no second BOS). Raises ModelError when
         the template refuses the messages, and DataError when the tokenizer has no token for the text or the text holds
@@ -61,12 +97,13 @@ class PromptTemplate:
 
         messages = self.messages(problem, own)
         try:
-            rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **self.variables)
         except TemplateError as error:
             raise ModelError(
                 f"chat template of {self.path}", got=f"a refusal: {error}",
                 expected=f"acceptance of the roles {', '.join(m['role'] for m in messages)}", stage="data",
-                remedy="Set data.system_prompt=null if the model knows no system message, or mend its chat template.",
+                remedy="Set data.system_prompt=null if the model knows no system message, or mend data.template_kwargs or its chat "
+                "template.",
             ) from error
         try:
             rendered.encode("utf-8")
@@ -85,4 +122,4 @@ class PromptTemplate:
                 expected="text that the model's vocabulary covers",
                 remedy=f"Use another model.path than {self.path}, or data that fits it.",
             ) from error
-        return tuple(ids)
+        return Rendered(tuple(ids), rendered.rstrip().endswith(THINK))

@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from akl_dist.cluster.gather import fetch_all, store
+from akl_dist.cluster.gather import fetch_all, store, store_all
 from akl_dist.config.schema import ObjectiveConfig
+from akl_dist.contract.entropies import EntropyArrays
 from akl_dist.contract.errors import StaleRollout
-from akl_dist.contract.records import Handle, ParameterInfo, TrainingGroup, Update
+from akl_dist.contract.records import Handle, ParameterInfo, RolloutGroup, TrainingGroup, Update
 from akl_dist.contract.reference_samples import ReferenceSamples
 from akl_dist.learner.batch import Sample, samples_of
 from akl_dist.learner.cokl import CoklUpdate, cokl_samples, plan_cokl
 from akl_dist.learner.worker import LearnerWorker
 from akl_dist.zero3.gathering import to_wire
-from akl_dist.zero3.planning import RankUpdate, SampleKey, lengths_of, plan_updates
+from akl_dist.zero3.planning import GroupLengths, RankUpdate, SampleKey, lengths_of, plan_updates
 from akl_dist.zero3.pool import RankActor, RankPool, RankSettings
 
 STAGE = "learner"
@@ -79,6 +80,19 @@ class LearnerActor(RankActor):
                            stage=STAGE, what=f"reference samples of {len(reference_samples)} prompts")
         members = cokl_samples(samples, reference_samples, arrays)
         return self.worker.update(samples, plans, step=step, kl_coefficient=kl_coefficient, cokl=(cokl_plans, members))
+
+    def entropies(self, groups: Mapping[int, RolloutGroup], plan: RankUpdate) -> dict[int, Handle]:
+        """Index of a group -> handle of :class:`EntropyArrays`, of this rank's groups."""
+        arrays = fetch_all([group.arrays for group in groups.values()], timeout_s=self._settings.learner.timeout_s, stage=STAGE,
+                           what=f"rollout arrays of {len(groups)} groups")
+        sequences: dict[SampleKey, tuple[np.ndarray, np.ndarray]] = {}
+        for (index, group), record in zip(groups.items(), arrays, strict=True):
+            prompt, cuts = np.asarray(group.prompt.token_ids, np.int64), np.cumsum(group.response_lengths)[:-1]
+            sequences |= {(index, i): (prompt, ids) for i, ids in enumerate(np.split(record.token_ids, cuts))}
+        entropies = self.worker.entropies(sequences, plan)
+        records = [EntropyArrays(np.concatenate([entropies[index, i] for i in range(len(group.response_lengths))]))
+                   for index, group in groups.items()]
+        return dict(zip(groups, store_all(records), strict=True))
 
     def sync_manifest(self) -> list[ParameterInfo]:
         return self.worker.manifest()
@@ -146,6 +160,20 @@ class LearnerPool(RankPool):
                                              None if cokl is None else (cokl.for_rank(rank), cokl.reference[rank]))
         results = self.wait(refs, f"updating at step {step}")
         return next(iter(results.values()))
+
+    def entropies(self, groups: Sequence[RolloutGroup]) -> list[Handle]:
+        """Entropies of the present weights on every response token: for each group a handle of :class:`EntropyArrays`, in order.
+        One forward pass, dealt to the ranks as an update is."""
+        lengths = [GroupLengths(len(group.prompt.token_ids), group.response_lengths, (0,) * len(group.response_lengths),
+                                (True,) * len(group.response_lengths)) for group in groups]
+        plan, = plan_updates(lengths, num_ranks=len(self.ranks), updates_per_step=1,
+                             max_tokens_per_micro_batch=self._learner.max_tokens_per_micro_batch)
+        refs = {name: actor.entropies.remote({index: groups[index] for index in plan.groups[rank]}, plan.for_rank(rank))
+                for rank, (name, actor) in enumerate(self.ranks.items())}
+        found: dict[int, Handle] = {}
+        for part in self.wait(refs, f"taking the policy's entropies of {len(groups)} groups").values():
+            found |= part
+        return [found[index] for index in range(len(groups))]
 
     def _refuse_stale(self, groups: Sequence[TrainingGroup]) -> None:
         version = self._current_version()

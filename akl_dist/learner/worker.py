@@ -23,6 +23,7 @@ from akl_dist.objective import HeadReference, TokenStatistics, load_policy_loss_
 from akl_dist.zero3 import gathering
 from akl_dist.zero3.planning import RankUpdate, SampleKey
 from akl_dist.zero3.rank import Zero3Rank
+from akl_dist.zero3.rows import row_tensors
 
 
 class LearnerWorker(Zero3Rank):
@@ -171,6 +172,26 @@ class LearnerWorker(Zero3Rank):
             return [[None] * len(plan.micro_batches) for plan in plans]
         return [[self._forward(pack(keys, [samples[key] for key in keys], device=self.device)).logp for keys in plan.micro_batches]
                 for plan in plans]
+
+    @torch.no_grad()
+    def entropies(
+        self, sequences: Mapping[SampleKey, tuple[np.ndarray, np.ndarray]], plan: RankUpdate
+    ) -> dict[SampleKey, np.ndarray]:
+        """Entropy at every response token under the present weights, at the sampling temperature: float32 [length], nats.
+
+        Args:
+            sequences: (prompt ids, response ids) of this rank's part.
+            plan: this rank's micro-batches; every rank has as many.
+        """
+        out: dict[SampleKey, np.ndarray] = {}
+        for keys in plan.micro_batches:
+            row = row_tensors([sequences[key] for key in keys], self.device)
+            stacked = self.engine(row.input_ids, row.position_ids, row.predict_index, row.targets, None, self.temperature)
+            values = unstack(stacked, has_reference=False).entropy.float().cpu().numpy()
+            if keys:  # else a dummy, for the other ranks' sake
+                cuts = np.cumsum([len(sequences[key][1]) for key in keys])[:-1]
+                out |= dict(zip(keys, np.split(values, cuts), strict=True))
+        return out
 
     # --- weights out ---------------------------------------------------------------------------------------------
 

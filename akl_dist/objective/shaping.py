@@ -16,17 +16,18 @@ from akl_dist.objective.ratios import masked_log_ratio, segment_cumsum
 LARGEST_ADAPTATION_ERROR = 0.2
 
 
-def keep_group(correct: Sequence[bool | None]) -> bool:
-    """Whether a group carries a signal: it holds a right and a wrong response. None (no verdict) counts as neither.
+def keep_group(outcomes: Sequence[float | None]) -> bool:
+    """Whether a group carries a signal: its raw outcomes (right or wrong, or a verifier's own number) are not all alike. None (no
+    verdict) counts as nothing.
 
-    Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11) filters by this raw outcome, never by the shaped reward: a length
-    penalty spreads the rewards of groups that nobody solved.
+    Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11) filters by the raw outcome, never by the shaped reward: a length penalty
+    spreads the rewards of groups that nobody solved.
     """
-    return any(outcome is True for outcome in correct) and any(outcome is False for outcome in correct)
+    return len({outcome for outcome in outcomes if outcome is not None}) > 1
 
 
 def overlong_penalty(
-    lengths: Tensor | Sequence[int], *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
+    lengths: Tensor | Sequence[int], *, max_tokens: int | Sequence[int], buffer_tokens: int, penalty: float = 1.0
 ) -> Tensor:
     """Amount >= 0 to subtract from the reward of each response (DAPO, arXiv 2503.14476, eq. 13, with the sign turned).
 
@@ -34,17 +35,19 @@ def overlong_penalty(
 
     Args:
         lengths: [N] tokens of each response.
-        max_tokens: longest response that the engine draws.
+        max_tokens: longest response that the engine draws; one for all, or [N].
         buffer_tokens: length of the penalised interval, 1 to max_tokens.
         penalty: amount at max_tokens, in units of reward.
 
     Returns: float64, shape of `lengths`.
     """
-    require(1 <= buffer_tokens <= max_tokens, "overlong buffer", got=f"{buffer_tokens} tokens",
-            expected=f"1 to {max_tokens} tokens", remedy="it lies inside the longest response")  # fmt: skip
+    limits = torch.as_tensor(max_tokens).double()
+    shortest = int(limits.min()) if limits.numel() else buffer_tokens
+    require(1 <= buffer_tokens <= shortest, "overlong buffer", got=f"{buffer_tokens} tokens",
+            expected=f"1 to {shortest} tokens", remedy="it lies inside the longest response")  # fmt: skip
     require(math.isfinite(penalty) and penalty >= 0, "overlong penalty", got=penalty, expected="a finite number >= 0",
             remedy="it is subtracted from the reward")  # fmt: skip
-    excess = torch.as_tensor(lengths).double() - (max_tokens - buffer_tokens)
+    excess = torch.as_tensor(lengths).double() - (limits - buffer_tokens)
     return penalty * (excess / buffer_tokens).clamp(0, 1)
 
 

@@ -7,29 +7,22 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from akl_dist.contract.errors import RunError, UserError, WeightSyncError
-from akl_dist.contract.records import ParameterInfo, Prompt, RolloutArrays, Sampling
+from akl_dist.contract.records import ParameterInfo, Prompt, Sampling
 from akl_dist.rollout.launch import EngineSettings, asked, build, check_effective, effective
 from akl_dist.rollout.manifest import parameter_manifest
-from akl_dist.rollout.sampling import request_seed
+from akl_dist.rollout.sampler import Finished, SampledGroup, Sampler, flat_scores, response_limit
+from akl_dist.rollout.tools import OpenTools, open_tools
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 MIN_TEMPERATURE = 0.01  # vLLM raises smaller temperatures to this one, or samples greedily
-
-
-class SampledGroup(NamedTuple):
-    """Responses to one prompt. arrays: flat over the responses; response_lengths, finish_reasons: [group_size]."""
-
-    arrays: RolloutArrays
-    response_lengths: tuple[int, ...]
-    finish_reasons: tuple[str, ...]
 
 
 class EngineState(enum.Enum):
@@ -67,6 +60,12 @@ class RolloutEngine:
         self.vocab_size = config.model_config.get_vocab_size()
         self.effective = effective(config, settings.device)
         check_effective(self.effective, asked(settings), name)
+        self._tools: OpenTools | None = None if settings.tools is None else open_tools(settings.tools, settings.model_path)
+        if self._tools is not None:
+            self.effective["isolation"] = self._tools.pool.isolation
+        self._sampler = Sampler(
+            self._llm, name=name, vocab_size=self.vocab_size, entropy_topk=settings.entropy_topk,
+            tools=self._tools and self._tools.tools)
 
     # --- sampling ------------------------------------------------------------------------------------------------
 
@@ -77,18 +76,18 @@ class RolloutEngine:
             UserError: a prompt too long for the engine, or a temperature vLLM would not sample at.
             RunError: the engine is not ready, or its reply does not fit the request.
         """
+        drawn = dict(one for finished in self.stream(prompts, sampling) for one in finished)
+        return [drawn[index] for index in range(len(prompts))]
+
+    def stream(self, prompts: Sequence[Prompt], sampling: Sampling, every_s: float = 0.0) -> Iterator[Finished]:
+        """The groups of :meth:`sample` as they end, each with the index of its prompt; a list at most every ``every_s`` seconds.
+
+        Raises:
+            As :meth:`sample`, once the first list is asked for.
+        """
         self._require(EngineState.READY, doing="sampling")
         self._check_request(prompts, sampling)
-        requests = [(prompt, index) for prompt in prompts for index in range(sampling.group_size)]
-        if not requests:
-            return []
-        outputs = self._generate(
-            [prompt.token_ids for prompt, _ in requests],
-            [_sampling_params(sampling, request_seed(sampling.seed_key, prompt.prompt_id, index)) for prompt, index in requests],
-        )
-        samples = [self._response(output, prompt, sampling) for output, (prompt, _) in zip(outputs, requests, strict=True)]
-        size = sampling.group_size
-        return [_group(samples[start : start + size]) for start in range(0, len(samples), size)]
+        yield from self._sampler.stream(prompts, sampling, every_s)
 
     def prompt_logprobs(self, token_id_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs at temperature 1 of tokens 1 .. n-1 of each sequence given those before; float32 [n - 1] each.
@@ -114,9 +113,9 @@ class RolloutEngine:
         outputs = self._generate(token_id_lists, [params] * len(token_id_lists))
         scores = []
         for output, ids in zip(outputs, token_id_lists, strict=True):
-            scored_ids, logp = _flat(output.prompt_logprobs)
+            scored_ids, logp = flat_scores(output.prompt_logprobs)
             if scored_ids != list(ids)[1:]:
-                raise self._reply_error(
+                raise self._sampler.error(
                     "prompt log-probs",
                     got=f"{len(scored_ids)} entries",
                     expected=f"one for each of the {len(ids) - 1} tokens after the first",
@@ -142,11 +141,11 @@ class RolloutEngine:
                 stage="rollout",
             )
         for prompt in prompts:
-            longest = len(prompt.token_ids) + sampling.max_response_tokens
+            longest = len(prompt.token_ids) + response_limit(prompt, sampling)
             if longest > self.max_model_len:
                 raise UserError(
                     f"prompt {prompt.prompt_id}",
-                    got=f"{len(prompt.token_ids)} tokens + {sampling.max_response_tokens} for the response",
+                    got=f"{len(prompt.token_ids)} tokens + {response_limit(prompt, sampling)} for the response",
                     expected=f"at most {self.max_model_len}",
                     remedy="Lower data.max_prompt_tokens or rollout.max_response_tokens.",
                     stage="rollout",
@@ -158,48 +157,17 @@ class RolloutEngine:
             [{"prompt_token_ids": list(ids)} for ids in token_id_lists], sampling_params=params, use_tqdm=False
         )
         if len(outputs) != len(token_id_lists):
-            raise self._reply_error("replies", got=str(len(outputs)), expected=str(len(token_id_lists)))
+            raise self._sampler.error("replies", got=str(len(outputs)), expected=str(len(token_id_lists)))
         for output, ids in zip(outputs, token_id_lists, strict=True):
             if not output.finished or len(output.outputs) != 1:
-                raise self._reply_error(
+                raise self._sampler.error(
                     "reply",
                     got=f"{len(output.outputs)} responses, finished={output.finished}",
                     expected="one finished response",
                 )
             if list(output.prompt_token_ids or ()) != list(ids):
-                raise self._reply_error("echo of a prompt", got="other token ids", expected="those that were sent")
+                raise self._sampler.error("echo of a prompt", got="other token ids", expected="those that were sent")
         return outputs
-
-    def _response(self, output: RequestOutput, prompt: Prompt, sampling: Sampling) -> tuple[np.ndarray, np.ndarray, str]:
-        response = output.outputs[0]
-        ids = np.asarray(response.token_ids, dtype=np.int32)
-        scored_ids, logp = _flat(response.logprobs)
-        where = f"response to prompt {prompt.prompt_id}"
-        if not 1 <= len(ids) <= sampling.max_response_tokens or len(logp) != len(ids):
-            raise self._reply_error(
-                where,
-                got=f"{len(ids)} ids, {len(logp)} log-probs",
-                expected=f"the same number, 1 to {sampling.max_response_tokens}",
-            )
-        if scored_ids != list(response.token_ids) or ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise self._reply_error(
-                where,
-                got="log-probs of other tokens, or ids outside the vocabulary",
-                expected="log-probs of the sampled ids",
-            )
-        if not np.isfinite(logp).all():
-            raise self._reply_error(where, got="log-probs that are not finite", expected="finite values")
-        reason = response.finish_reason
-        ended = np.isin(ids, sampling.end_ids)
-        stops = reason == "stop" and ended[-1] and not ended[:-1].any()
-        cut = reason == "length" and len(ids) == sampling.max_response_tokens and not ended.any()
-        if not (stops or cut):
-            raise self._reply_error(
-                where,
-                got=f"finish reason {reason!r} after {len(ids)} tokens",
-                expected='"stop" at its first end token, or "length" at the token limit',
-            )
-        return ids, logp, str(reason)
 
     # --- weight updates ------------------------------------------------------------------------------------------
 
@@ -254,6 +222,8 @@ class RolloutEngine:
     def close(self) -> None:
         """Give back workers and memory."""
         self.state = EngineState.BROKEN
+        if self._tools is not None:
+            self._tools.pool.close()
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()
@@ -281,56 +251,3 @@ class RolloutEngine:
             remedy="Restart the engine: partial weights and cached NaN values survive a new update.",
             actor=self.name,
         )
-
-    def _reply_error(self, subject: str, *, got: str, expected: str) -> RunError:
-        return RunError(
-            f"{self.name}, {subject}",
-            got=got,
-            expected=expected,
-            stage="rollout",
-            actor=self.name,
-            remedy="The engine's reply does not fit its request; resume from the last checkpoint.",
-        )
-
-
-def _sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
-    """Every field that shapes the distribution, explicitly; only ``end_ids`` end a response (hence ignore_eos)."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(
-        n=1,
-        temperature=sampling.temperature,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        seed=seed,
-        stop_token_ids=list(sampling.end_ids),
-        ignore_eos=True,
-        min_tokens=0,
-        max_tokens=sampling.max_response_tokens,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        skip_special_tokens=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    assert (params.temperature, params.seed, params.top_k) == (sampling.temperature, seed, 0), "vLLM changed a sampling field"
-    return params
-
-
-def _flat(entries: object) -> tuple[list[int], np.ndarray]:
-    """Token ids and log-probs, float32 [n], of a reply to a request with ``flat_logprobs``."""
-    from vllm.logprobs import FlatLogprobs
-
-    assert isinstance(entries, FlatLogprobs), f"log-probs came as {type(entries).__name__}"
-    return entries.token_ids, np.asarray(entries.logprobs, dtype=np.float32)
-
-
-def _group(samples: Sequence[tuple[np.ndarray, np.ndarray, str]]) -> SampledGroup:
-    ids, logps, reasons = zip(*samples, strict=True)
-    arrays = RolloutArrays(token_ids=np.concatenate(ids), logp=np.concatenate(logps))
-    return SampledGroup(arrays, tuple(len(row) for row in ids), tuple(reasons))

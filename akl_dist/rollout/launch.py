@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from akl_dist.config.schema import Config
 from akl_dist.contract.errors import ModelError
+from akl_dist.rollout.tools import ToolSettings, tool_settings
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 RECEIVER_MODULE = "akl_dist.weight_sync.receiver"  # by name: stages do not import each other, vLLM's workers load it
 RECEIVER_BACKEND = "akl_bucket"
 CPU_BATCH_TOKENS = 4096
+ENTROPY_TOPK = 20
+"""Most probable tokens that roles.entropy_source=rollout_topk estimates entropies from."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class EngineSettings:
         enforce_eager: no compilation, no CUDA graphs.
         num_threads: CPU threads of each worker.
         seed: engine seed; requests carry their own.
+        entropy_topk: most probable tokens from which each token's entropy is estimated; 0 = no entropies.
+        tools: environments that the policy takes turns with; None = responses are sampled in one piece.
     """
 
     model_path: str
@@ -48,6 +53,8 @@ class EngineSettings:
     enforce_eager: bool = True
     num_threads: int = 1
     seed: int = 0
+    entropy_topk: int = 0
+    tools: ToolSettings | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -63,7 +70,8 @@ def engine_settings(config: Config, model_path: str) -> EngineSettings:
         max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
         tensor_parallel_size=rollout.tensor_parallel_size, kv_cache_gib=rollout.kv_cache_gib,
         gpu_memory_utilization=rollout.gpu_memory_utilization, max_num_seqs=rollout.max_num_seqs,
-        enforce_eager=rollout.enforce_eager, num_threads=rollout.num_threads, seed=config.seed)
+        enforce_eager=rollout.enforce_eager, num_threads=rollout.num_threads, seed=config.seed,
+        entropy_topk=ENTROPY_TOPK if config.roles.entropy_source == "rollout_topk" else 0, tools=tool_settings(config))
 
 
 def engine_environment(*, device: str, num_threads: int, enforce_eager: bool) -> dict[str, str]:
@@ -126,6 +134,7 @@ def build(settings: EngineSettings, name: str) -> LLM:
         use_tqdm_on_load=False,
         generation_config="vllm",  # no sampling defaults from the model's folder
         logprobs_mode="processed_logprobs",  # after the temperature: of the distribution that is sampled
+        max_logprobs=max(ENTROPY_TOPK, settings.entropy_topk),
         language_model_only=True,
         trust_remote_code=False,
         worker_extension_cls=f"{RECEIVER_MODULE}.WorkerExtension",

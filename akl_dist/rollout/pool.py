@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import ray
 
 from akl_dist.cluster import actor as process
-from akl_dist.cluster.gather import fetch_all, gather, store_all
+from akl_dist.cluster.gather import arrivals, fetch_all, gather, store_all
 from akl_dist.cluster.reserve import with_environment
+from akl_dist.contract.errors import RunError
 from akl_dist.contract.packing import probe_sequence
 from akl_dist.contract.records import ParameterInfo, Prompt, RolloutGroup, Sampling
 from akl_dist.rollout.engine import RolloutEngine
 from akl_dist.rollout.launch import EngineSettings
+from akl_dist.rollout.sampler import SampledGroup
 
 CLOSE_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 60.0
+EVERY_S = 0.1
+"""Groups that end within this time travel together: a message and an object of the store cost more than a small group."""
+LISTS_AHEAD = 16
+"""Lists of groups that an engine may be ahead of the driver before it waits."""
+
+Drawn = tuple[list[tuple[int, RolloutGroup]], float]
+"""Groups that have ended, each with the index of its prompt in the engine's share; seconds the engine has worked so far."""
 
 
 class RolloutActor:
@@ -47,22 +56,29 @@ class RolloutActor:
         """Policy version; answers only when the engine is up and idle."""
         return self.engine.policy_version
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[RolloutGroup], float]:
-        """Groups in the prompts' order, and the seconds the engine worked."""
-        start = time.perf_counter()
-        drawn = self.engine.sample(prompts, sampling)
-        groups = [
-            RolloutGroup(
-                prompt=prompt,
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Drawn]:
+        """Groups as they end, a list at most every ``EVERY_S``. Called as a streaming generator."""
+        busy, begin = 0.0, time.perf_counter()
+        for finished in self.engine.stream(prompts, sampling, EVERY_S):
+            groups = self._stored(prompts, finished)
+            busy += time.perf_counter() - begin
+            yield groups, busy
+            begin = time.perf_counter()  # what the generator stood still for is not the engine's work
+
+    def _stored(self, prompts: Sequence[Prompt], finished: Sequence[tuple[int, SampledGroup]]) -> list[tuple[int, RolloutGroup]]:
+        handles = store_all([sampled.arrays for _, sampled in finished])
+        return [
+            (index, RolloutGroup(
+                prompt=prompts[index],
                 response_lengths=sampled.response_lengths,
                 finish_reasons=sampled.finish_reasons,
                 policy_version=self.engine.policy_version,
                 engine=self._name,
                 arrays=handle,
-            )
-            for prompt, sampled, handle in zip(prompts, drawn, store_all([one.arrays for one in drawn]), strict=True)
+                turns=sampled.turns,
+            ))
+            for (index, sampled), handle in zip(finished, handles, strict=True)
         ]
-        return groups, time.perf_counter() - start
 
     def probe_sequences(self, groups: Sequence[RolloutGroup], max_tokens: int) -> list[list[int]]:
         """Token ids for a weight-sync probe from the first response of each group; see :func:`packing.probe_sequence`."""
@@ -132,18 +148,39 @@ class RolloutPool:
         refs = {name: engine.ping.remote() for name, engine in self.engines.items()}
         return gather(refs, timeout_s=self._timeout_s, stage="rollout", doing="answering a ping")
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[RolloutGroup]:
-        """One group per prompt, in the prompts' order."""
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: Sampling, finished: Callable[[Sequence[RolloutGroup]], None] | None = None
+    ) -> list[RolloutGroup]:
+        """One group per prompt, in the prompts' order.
+
+        Args:
+            finished: called with groups as they end, in any order, while others are still sampled. Its own time does not count
+                against the limit.
+        """
         names = list(self.engines)
         shares = {name: list(prompts[index :: len(names)]) for index, name in enumerate(names)}
-        refs = {name: self.engines[name].sample.remote(share, sampling) for name, share in shares.items() if share}
-        results = gather(refs, timeout_s=self._timeout_s, stage="rollout", doing=f"sampling {len(prompts)} prompts")
-        self.busy_s = {name: results[name][1] if name in results else 0.0 for name in names}
-        groups = {name: iter(result[0]) for name, result in results.items()}
-        ordered = [next(groups[names[index % len(names)]]) for index in range(len(prompts))]
-        for prompt, group in zip(prompts, ordered, strict=True):
-            assert group.prompt.prompt_id == prompt.prompt_id, "an engine answered for another prompt"
-        return ordered
+        streams = {name: self._stream(name, share, sampling) for name, share in shares.items() if share}
+        self.busy_s = dict.fromkeys(names, 0.0)
+        ordered: dict[int, RolloutGroup] = {}
+        came = arrivals(streams, timeout_s=self._timeout_s, stage="rollout", doing=f"sampling {len(prompts)} prompts")
+        for name, (groups, busy_s) in came:
+            self.busy_s[name] = busy_s
+            for index, group in groups:
+                slot = names.index(name) + index * len(names)
+                assert group.prompt.prompt_id == prompts[slot].prompt_id, "an engine answered for another prompt"
+                ordered[slot] = group
+            if finished is not None:
+                finished([group for _, group in groups])
+        if len(ordered) != len(prompts):
+            missing = next(slot for slot in range(len(prompts)) if slot not in ordered)
+            raise RunError(f"groups of {len(prompts)} prompts", got=str(len(ordered)), expected="one for each prompt",
+                           remedy="An engine ended its answer early; resume from the last checkpoint.", stage="rollout",
+                           actor=names[missing % len(names)])
+        return [ordered[slot] for slot in range(len(prompts))]
+
+    def _stream(self, name: str, share: list[Prompt], sampling: Sampling) -> Any:
+        method = self.engines[name].sample.options(num_returns="streaming", _generator_backpressure_num_objects=LISTS_AHEAD)
+        return method.remote(share, sampling)
 
     def close(self) -> None:
         """Let the engines give back workers and memory, within a limit, then end their processes."""

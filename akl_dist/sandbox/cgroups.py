@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")  # where this process is
 PREFIX = "akl-sandbox"
 
 
@@ -95,12 +96,12 @@ def _limit_memory(group: Group, limit: int) -> None:
 def make() -> Groups:
     """The groups this machine allows, for this process's sandbox."""
     groups: list[Group] = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in OWN.read_text().splitlines():
         _, names, own = line.split(":", 2)
         if names == "":
             groups += _make_version_2(own)
     have = {name for group in groups for name in group.controllers}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in OWN.read_text().splitlines():
         _, names, own = line.split(":", 2)
         wanted = ({"memory", "pids"} - have) & set(names.split(","))
         if wanted:

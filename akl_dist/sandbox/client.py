@@ -1,11 +1,13 @@
 """The user's side of a sandbox: start programs, talk to them over private pipes, get a typed end. One program at a time.
 
-Every wait has a deadline: the program's wall-clock limit is the supervisor's to enforce, and where the supervisor does not answer
-within a margin after that, it is killed and the call raises :class:`SandboxFault` (the grader's fault, never the program's).
+Every wait has a deadline: the program's wall-clock limit is the supervisor's to enforce (:mod:`akl_dist.sandbox.clock`), and where
+the supervisor does not answer within a margin after that, it is killed and the call raises :class:`SandboxFault` (the grader's
+fault, never the program's).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -19,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from akl_dist.contract.errors import VerifierFault
+from akl_dist.sandbox.clock import STARVED, STRETCH
 from akl_dist.sandbox.isolation import MODES
 from akl_dist.sandbox.layout import INSIDE, PACKAGES, ROOT_ONLY, STAGES, machine_layout
 from akl_dist.sandbox.limits import Limits
 from akl_dist.sandbox.pipes import Pipes
-from akl_dist.sandbox.supervisor import KILL_S, receive, send
+from akl_dist.sandbox.supervisor import KILL_S, PAUSE, RESUME, receive, send
 
 START_S = 30.0  # for a supervisor to start
 MARGIN_S = KILL_S + 5.0  # for a supervisor to end a program after its limit
@@ -39,13 +42,15 @@ class SandboxFault(VerifierFault):
 class Ended:
     """How a program ended.
 
-    ``limit`` names the limit that ended it (time_limit, memory, output) or is empty; ``status`` is its exit status, negative for
-    a signal, None if it was killed from outside.
+    ``limit`` names the limit that ended it (time_limit, memory, output) or is empty; ``starved`` is the machine's fault, which gave
+    the program too little time to tell. ``status`` is its exit status, negative for a signal, None if it was killed from outside.
+    ``used_s`` is what counts of ``seconds`` towards its wall-clock limit.
     """
 
     status: int | None
     limit: str
     seconds: float
+    used_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,19 @@ class Finished:
     stderr: bytes
 
 
+def patience_s(limits: Limits) -> float:
+    """How long a supervisor is waited for that runs a program with these limits, while its clock runs."""
+    return STRETCH * limits.wall_s + MARGIN_S
+
+
 def _fault(got: str, remedy: str = "See docs/sandbox.md for what a machine must allow.") -> SandboxFault:
     return SandboxFault("sandbox", got=got, expected="a working supervisor", remedy=remedy, stage="verify")
+
+
+def unanswered(sandbox: Sandbox) -> SandboxFault:
+    """The fault of a supervisor that does not end a program in time; it is killed."""
+    sandbox.close()
+    return _fault("no answer from the supervisor after its program's limit")
 
 
 class Sandbox:
@@ -193,7 +209,7 @@ class Sandbox:
         try:
             if kill:
                 self._socket.sendall(b"k")
-            reply = self._receive(limits.wall_s + MARGIN_S)
+            reply = self._receive(patience_s(limits))
             if not kill:
                 self._socket.sendall(b"k")
         except OSError as error:
@@ -202,8 +218,13 @@ class Sandbox:
         if "fault" in reply:
             raise _fault(f"a program that could not be started ({reply['fault']})")
         out_of_cpu = reply["status"] in (-signal.SIGXCPU, -signal.SIGKILL) and reply["cpu_s"] > 0.9 * limits.cpu_s
-        limit = "time_limit" if reply["cause"] == "wall" or out_of_cpu else ""
-        return Ended(reply["status"], "memory" if reply["out_of_memory"] else limit, reply["seconds"])
+        limit = "time_limit" if reply["cause"] == "wall" or out_of_cpu else STARVED if reply["cause"] == STARVED else ""
+        return Ended(reply["status"], "memory" if reply["out_of_memory"] else limit, reply["seconds"], reply["used_s"])
+
+    def has_floor(self, program: bool) -> None:
+        """Start the running program's clock, or stop it while its user has something to do."""
+        with contextlib.suppress(OSError):  # a supervisor that has gone away: the next wait for it says so
+            self._socket.sendall(RESUME if program else PAUSE)
 
     def fileno(self) -> int:
         """The control socket, readable when the running program has ended."""
@@ -216,22 +237,25 @@ class Sandbox:
         """
         return self._run(self.argv("main.py"), {"main.py": source}, stdin, limits or Limits(), self.environment())
 
-    def run_stage(self, name: str, *, stdin: bytes, limits: Limits) -> Finished:
-        """Run one of the sandbox's own scripts in the same way."""
-        return self._run(self.argv(f"stage:{name}"), {}, stdin, limits, self.environment(stages=True))
+    def run_stage(self, name: str, *, stdin: bytes, limits: Limits, plain_s: float | None = None) -> Finished:
+        """Run one of the sandbox's own scripts in the same way; with ``plain_s`` at most that long, however busy the machine is."""
+        return self._run(self.argv(f"stage:{name}"), {}, stdin, limits, self.environment(stages=True), plain_s)
 
     def _run(
-        self, argv: list[str], files: dict[str, str], stdin: bytes, limits: Limits, environment: dict[str, str]
+        self, argv: list[str], files: dict[str, str], stdin: bytes, limits: Limits, environment: dict[str, str],
+        plain_s: float | None = None,
     ) -> Finished:
         with Pipes() as pipes:
             stdin_end, stdout, stderr = pipes.write_end(0), pipes.read_end(1), pipes.read_end(2)
             self.start(argv, targets=pipes.theirs, limits=limits, files=files, environment=environment)
             pipes.close_theirs()
             streams = _Streams(self, {stdout: bytearray(), stderr: bytearray()}, limits)
-            over = streams.pump(stdin_end, stdin, pipes)
-            ended = self.wait(limits, kill=over)
+            cut = streams.pump(stdin_end, stdin, pipes, patience_s(limits) if plain_s is None else plain_s)
+            if cut == "time_limit" and plain_s is None:  # the supervisor should have ended it long before
+                raise unanswered(self)
+            ended = self.wait(limits, kill=bool(cut))
             streams.drain()
-            ended = replace(ended, limit=ended.limit or "output") if over or streams.over else ended
+            ended = replace(ended, limit=ended.limit or cut or "output") if cut or streams.over else ended
             out, err = streams.buffers.values()
             return Finished(ended, bytes(out[: limits.output_bytes]), bytes(err[: limits.output_bytes]))
 
@@ -257,10 +281,10 @@ class _Streams:
         else:
             self._open.discard(fd)
 
-    def pump(self, stdin: int, data: bytes, pipes: Pipes) -> bool:
-        """Until the program has ended, or True where it has written too much and is still to be ended."""
+    def pump(self, stdin: int, data: bytes, pipes: Pipes, within_s: float) -> str:
+        """Until the program has ended (""), or until it is to be ended: the limit it has passed, ``output`` or ``time_limit``."""
         pending = memoryview(data)
-        deadline = time.monotonic() + self.limits.wall_s + MARGIN_S
+        deadline = time.monotonic() + within_s
         feeding = True
         while True:
             if feeding and not pending:
@@ -273,8 +297,10 @@ class _Streams:
             if feeding:
                 poll.register(stdin, select.POLLOUT)
             ready = [fd for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
-            if not ready or self.sandbox.fileno() in ready:
-                return False
+            if self.sandbox.fileno() in ready:
+                return ""
+            if time.monotonic() >= deadline:
+                return "time_limit"
             for fd in ready:
                 if fd in self.buffers:
                     self.read(fd)
@@ -284,7 +310,7 @@ class _Streams:
                     except BrokenPipeError:  # it does not read its input: its right
                         pending = memoryview(b"")
             if self.over:
-                return True
+                return "output"
 
     def drain(self) -> None:
         """What was still in the pipes when the program ended."""

@@ -12,7 +12,8 @@ class Limits:
     """Limits of one program. All of them hold for the program and its descendants together, unless said otherwise.
 
     Args:
-        wall_s: wall clock from its start to its end; the supervisor kills it then.
+        wall_s: wall clock from its start to its end, less what it waited for a processor or for its user
+            (:mod:`akl_dist.sandbox.clock`); the supervisor kills it then.
         cpu_s: processor time of each process.
         memory_bytes: address space of each process, and resident memory of all together where cgroups are available.
         processes: processes and threads.

@@ -1,7 +1,9 @@
 """A system-call filter for the program: what a Python program has no use for and an attack has.
 
 It closes what namespaces leave open: nested user namespaces (they give capabilities over a fresh tmpfs that no limit bounds),
-kernel key rings (they outlive the program), tracing, and large kernel surfaces. Linux, x86-64 and AArch64.
+kernel key rings (they outlive the program), tracing, and large kernel surfaces. A program keeps its priority and its processors,
+too: what it waits for a processor does not count towards its limit (:mod:`akl_dist.sandbox.clock`), so it may not ask to wait.
+Linux, x86-64 and AArch64.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ _DENIED = {  # name: (x86-64, AArch64)
     "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "quotactl": (179, 60), "acct": (163, 89),
     "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "syslog": (103, 116), "personality": (135, 92),
     "pidfd_getfd": (438, 438), "clone3": (435, 435),
+    "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
 }
 _CLONE = (56, 220)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

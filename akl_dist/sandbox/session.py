@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from akl_dist.sandbox.client import MARGIN_S, Ended, Sandbox
+from akl_dist.sandbox.client import Ended, Sandbox, patience_s, unanswered
 from akl_dist.sandbox.inside import codec
 from akl_dist.sandbox.limits import Limits
 from akl_dist.sandbox.pipes import Pipes
@@ -22,12 +22,13 @@ class Session:
     """A conversation with one stage in a sandbox: requests in, replies out, with a number in each that nobody can guess.
 
     The stage is ``program_stage`` (a program's functions) or ``test_stage`` (test code). What it prints is thrown away but counted
-    against the output limit.
+    against the output limit. The program's wall clock stands still from each of its replies to the next message for it.
     """
 
     def __init__(self, sandbox: Sandbox, stage: str, limits: Limits) -> None:
         self._sandbox, self._limits = sandbox, limits
-        self._deadline = time.monotonic() + limits.wall_s + MARGIN_S
+        self._deadline = time.monotonic() + patience_s(limits)
+        self._paused_at: float | None = None
         self._pipes = Pipes()
         self._requests, self._replies, self._printed = self._pipes.write_end(3), self._pipes.read_end(4), self._pipes.read_end(1)
         self._sources = {self._replies, self._printed, sandbox.fileno()}
@@ -43,6 +44,10 @@ class Session:
     def send(self, message: dict[str, Any]) -> None:
         """Send one message; returns early where the program has ended."""
         pending = memoryview(codec.frame(message))
+        if self._paused_at is not None:
+            self._deadline += time.monotonic() - self._paused_at
+            self._paused_at = None
+            self._sandbox.has_floor(True)
         while pending:
             self._wait_for(self._requests, select.POLLOUT)
             if self._ended or self._over:
@@ -57,6 +62,9 @@ class Session:
         while True:
             message = self._take()
             if message is not None:
+                if self._paused_at is None:
+                    self._paused_at = time.monotonic()
+                    self._sandbox.has_floor(False)
                 return message
             if self._over or self._ended:
                 return None
@@ -103,12 +111,18 @@ class Session:
             ready = {fd for fd, _ in poll.poll(max(0.0, self._deadline - time.monotonic()) * 1000)}
             for source in ready & {self._replies, self._printed}:
                 self._take_in(source)
-            if not ready or self._sandbox.fileno() in ready:
+            if not ready:
+                self._overrun()
+            if self._sandbox.fileno() in ready:
                 self._ended = True
                 while self._take_in(self._replies):
                     pass
             if fd in ready:
                 return
+
+    def _overrun(self) -> None:
+        """The deadline has passed in silence: the supervisor should have ended the program long before."""
+        raise unanswered(self._sandbox)
 
     def _take_in(self, source: int) -> bool:
         """Read once; the replies' end is the program's end, as far as a conversation goes."""

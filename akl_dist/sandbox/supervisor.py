@@ -2,8 +2,8 @@
 
 Started by :mod:`akl_dist.sandbox.client` as ``python -m akl_dist.sandbox.supervisor SOCKET_FD PARENT_PID``. Consumes requests
 (JSON, with the program's descriptors) from the socket, produces one ``ended`` message for each. It waits for the program, at
-most until its wall-clock limit, and for its client, whose end ends it (the end of the socket, or SIGTERM by the kernel). It
-never sees an expected value.
+most until its wall-clock limit (:mod:`akl_dist.sandbox.clock`), and for its client, whose end ends it (the end of the socket, or
+SIGTERM by the kernel). It never sees an expected value.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from akl_dist.sandbox import cgroups, isolation, linux, seccomp
+from akl_dist.sandbox.clock import Clock, waited_s
 from akl_dist.sandbox.layout import BOX, Layout
 from akl_dist.sandbox.limits import Limits
 
@@ -30,6 +31,7 @@ MAX_MESSAGE = 32 << 20
 KILL_S = 10.0  # for a killed program and everything below it to be gone
 NOT_STARTED = 120  # exit status; the fault comes beside it
 HIGH = 200  # descriptors are kept from here on while the low ones are laid out
+PAUSE, RESUME = b"p", b"r"  # what a client sends while a program runs, to stop and start its clock
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class Supervisor:
             limits = Limits(**message["limits"])
             run = Run(message["argv"], message["environment"], message["files"], limits, message["targets"], fds)
             send(self.sock, self._run(run))
-            if not self.sock.recv(1):  # the client sends one byte a run: to end it, or to confirm that it has ended
+            while (byte := self.sock.recv(1)) in (PAUSE, RESUME):  # too late: it has ended
+                pass
+            if not byte:  # the client sends one more byte a run: to end it, or to confirm that it has ended
                 return
 
     def _run(self, run: Run) -> dict[str, Any]:
@@ -74,7 +78,7 @@ class Supervisor:
         self.groups.limit(memory_bytes=run.limits.memory_bytes, processes=run.limits.processes)
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
         gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
-        start = time.monotonic()
+        clock, start = Clock(run.limits.wall_s, self.proc), time.monotonic()
         box = BOX if self.mode != "none" else tempfile.mkdtemp(prefix="akl-box-")
         launcher = os.fork()
         if launcher == 0:
@@ -84,7 +88,7 @@ class Supervisor:
         os.waitpid(launcher, 0)
         os.write(gate_write, b"go")
         try:
-            cause = self._wait(status_read, start + run.limits.wall_s)
+            cause = self._wait(status_read, clock)
         finally:
             self._end(gate_write)
         seconds = time.monotonic() - start
@@ -92,21 +96,31 @@ class Supervisor:
         os.close(status_read)
         if self.mode == "none":
             shutil.rmtree(box, ignore_errors=True)
-        ended = {"status": None, "cpu_s": 0.0}
+        ended = {"status": None, "cpu_s": 0.0, "used_s": seconds}
         for line in report:
             ended |= json.loads(line)
+        ended["used_s"] = max(0.0, ended["used_s"] - clock.paused_s)
         out_of_memory = self.groups.out_of_memory_kills() > kills_before
         return {"ended": True, "cause": cause, "seconds": seconds, "out_of_memory": out_of_memory} | ended
 
-    def _wait(self, status: int, deadline: float) -> str:
-        """Until init reports, the client asks for the end, or the limit passes: "exit", "asked" or "wall"."""
+    def _wait(self, status: int, clock: Clock) -> str:
+        """Until init reports, the client asks for the end, or the limit passes: "exit", "asked", "wall" or "starved"."""
         poll = select.poll()
         poll.register(status, select.POLLIN)
         poll.register(self.sock.fileno(), select.POLLIN)
-        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        if not ready:
-            return "wall"
-        return "exit" if any(fd == status for fd, _ in ready) else "asked"
+        while True:
+            wait_s = clock.next_look_s()
+            ready = [fd for fd, _ in poll.poll(None if wait_s is None else wait_s * 1000)]
+            if status in ready:
+                return "exit"
+            if ready:
+                byte = self.sock.recv(1, socket.MSG_PEEK)
+                if byte not in (PAUSE, RESUME):
+                    return "asked"
+                self.sock.recv(1)
+                (clock.pause if byte == PAUSE else clock.resume)()
+            elif cause := clock.passed():
+                return cause
 
     def _launch(self, run: Run, gate_read: int, gate_write: int, status: int, box: str) -> None:
         """In a child: start process 1 of a new pid namespace and leave it to the supervisor, our sub-reaper. Never returns.
@@ -165,17 +179,20 @@ def _init(supervisor: Supervisor, run: Run, gate_read: int, gate_write: int, sta
         for name, text in run.files.items():
             with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
                 file.write(text)
+        began, late = time.monotonic(), waited_s("/proc/self") or 0.0
         program = os.fork()
         if program == 0:
             _start_program(supervisor, run, status, box)
         for fd in (*run.fds, 0, 1, 2):
             with contextlib.suppress(OSError):
                 os.close(fd)
-        while True:
-            pid, result, usage = os.wait4(-1, 0)
-            if pid == program:
-                break
-        os.write(status, _line({"status": os.waitstatus_to_exitcode(result), "cpu_s": usage.ru_utime + usage.ru_stime}))
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None and ended.si_pid != program:
+            os.waitpid(ended.si_pid, 0)
+        # its main thread and we have waited for a processor, as far as there is a /proc
+        used = time.monotonic() - began - (waited_s(f"/proc/{program}") or 0.0) - ((waited_s("/proc/self") or 0.0) - late)
+        _, result, usage = os.wait4(program, 0)
+        cpu = usage.ru_utime + usage.ru_stime
+        os.write(status, _line({"status": os.waitstatus_to_exitcode(result), "cpu_s": cpu, "used_s": max(cpu, used)}))
     except (OSError, ValueError, RuntimeError) as error:
         os.write(status, _line({"fault": f"{type(error).__name__}: {error}"[:500]}))
     finally:

@@ -1,4 +1,4 @@
-"""Train the tiny model from nothing: `python -m akl_dist.tiny.make_model OUT [--seed 0]`.
+"""Train a tiny model from nothing: `python -m akl_dist.tiny.make_model OUT [--task sums|products] [--seed 0]`.
 
 Phase 1 teaches the skill almost fully; phase 2 sets the starting accuracy by noise in the training solutions, so that
 reinforcement learning finds the right behaviour already present and only has to select it. Takes some minutes on one
@@ -13,7 +13,7 @@ import platform
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,8 +22,18 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from akl_dist.tiny.task import Noise, Problem, draw_operands, make_problem, problems, worked_solution
+from akl_dist.tiny.task import Noise, Problem, Split, draw_operands, make_problem, problems, worked_solution
 from akl_dist.tiny.tokenizer import ASSISTANT, EOS, EOS_ID, MAX_LENGTH, PAD_ID, USER, USER_ID, build_tokenizer
+from akl_dist.tiny.tool_task import (
+    MAX_OBSERVATIONS,
+    ToolNoise,
+    draw_product,
+    final_answer,
+    make_product,
+    products,
+    tool_reply,
+    worked_conversation,
+)
 
 MAX_NEW_TOKENS = 48
 IGNORED = -100  # torch's cross_entropy default for positions that carry no loss
@@ -39,7 +49,7 @@ class Phase:
     peak_lr: float
     end_lr: float
     warmup_fraction: float
-    noise: Noise
+    noise: Noise | ToolNoise
 
     def lr(self, step: int) -> float:
         """Linear rise to the peak, then half a cosine down."""
@@ -59,6 +69,15 @@ START = Phase(
     noise=Noise(step=0.18, copy=0.02, direct=0.25, right_to_left=0.4, decimal=0.02),
 )
 PHASES = (SKILL, START)
+TOOL_SKILL = Phase(
+    steps=500, start_lr=3e-4, peak_lr=3e-3, end_lr=3e-4, warmup_fraction=0.1,
+    noise=ToolNoise(direct=0.10, void=0.02, copy=0.01, misread=0.03),  # no syntax errors: with them rows are twice as long
+)
+TOOL_START = Phase(
+    steps=60, start_lr=6e-4, peak_lr=6e-4, end_lr=0.0, warmup_fraction=0.0,
+    noise=ToolNoise(direct=0.22, void=0.06, copy=0.06, syntax=0.12, retry=0.4, misread=0.12),
+)
+TOOL_PHASES = (TOOL_SKILL, TOOL_START)
 BATCH_SIZE = 128
 
 
@@ -93,22 +112,36 @@ def prompt_text(problem: Problem) -> str:
     return f"{USER}{problem.text}{ASSISTANT}"
 
 
+def example(rng: random.Random, noise: Noise | ToolNoise) -> list[str]:
+    """One rendered training conversation, cut where the speaker changes: what the model reads, what it writes, and so on."""
+    if isinstance(noise, ToolNoise):
+        operands = draw_product(rng, "train")
+        turns = worked_conversation(operands, rng, noise)
+        written = [turn + EOS if index % 2 == 0 else USER + turn + ASSISTANT for index, turn in enumerate(turns)]
+        return [prompt_text(make_product(*operands)), *written]
+    problem = make_problem(draw_operands(rng, "train"))
+    return [prompt_text(problem), worked_solution(problem.operands, rng, noise) + EOS]
+
+
 def training_batch(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random, noise: Noise, size: int
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, noise: Noise | ToolNoise, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Right-padded `ids_BT` and `labels_BT` (IGNORED outside the response, whose end-of-sequence token counts)."""
-    rows: list[tuple[list[int], int]] = []
+    """Right-padded `ids_BT` and `labels_BT` (IGNORED outside the model's turns, whose end-of-sequence tokens count)."""
+    rows: list[tuple[list[int], list[int]]] = []
     for _ in range(size):
-        problem = make_problem(draw_operands(rng, "train"))
-        prompt_ids = tokenizer.encode(prompt_text(problem))
-        response_ids = tokenizer.encode(worked_solution(problem.operands, rng, noise) + EOS)
-        rows.append((prompt_ids + response_ids, len(prompt_ids)))
+        ids: list[int] = []
+        labels: list[int] = []
+        for number, text in enumerate(example(rng, noise)):
+            piece = tokenizer.encode(text)
+            ids += piece
+            labels += piece if number % 2 else [IGNORED] * len(piece)
+        rows.append((ids, labels))
     longest = max(len(ids) for ids, _ in rows)
     ids_BT = torch.full((size, longest), PAD_ID)
     labels_BT = torch.full((size, longest), IGNORED)
-    for row, (ids, prompt_length) in enumerate(rows):
+    for row, (ids, labels) in enumerate(rows):
         ids_BT[row, : len(ids)] = torch.tensor(ids)
-        labels_BT[row, prompt_length : len(ids)] = ids_BT[row, prompt_length : len(ids)]
+        labels_BT[row, : len(ids)] = torch.tensor(labels)
     return ids_BT, labels_BT
 
 
@@ -119,7 +152,7 @@ def train(
     seed: int,
     batch_size: int = BATCH_SIZE,
 ) -> None:
-    """Supervised training in place: one AdamW over all phases, loss only on response tokens."""
+    """Supervised training in place: one AdamW over all phases, loss only on what the model writes."""
     rng = random.Random(f"akl_dist.tiny.sft:{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     model.train()
@@ -166,17 +199,72 @@ def is_correct(response: str, answer: str) -> bool:
     return found is not None and float(found.group(1)) == float(answer)
 
 
+def right_sums(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Problem], *, sample: bool
+) -> list[bool]:
+    """Whether one response to each problem is right."""
+    ids_BT = generate(model, tokenizer, [prompt_text(problem) for problem in rows], sample=sample)
+    return [is_correct(text, problem.answer) for text, problem in zip(tokenizer.batch_decode(ids_BT), rows, strict=True)]
+
+
+def conversations(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Problem], *, sample: bool
+) -> list[tuple[str, ...]]:
+    """One conversation with the stand-in tool on each problem: the turns of model and tool, as `worked_conversation` writes
+    them. An unfinished last turn is marked by a second, empty one of the tool's."""
+    contexts = [prompt_text(problem) for problem in rows]
+    turns: list[tuple[str, ...]] = [() for _ in rows]
+    going = list(range(len(rows)))
+    for number in range(MAX_OBSERVATIONS + 1):
+        texts = tokenizer.batch_decode(generate(model, tokenizer, [contexts[row] for row in going], sample=sample)) if going else []
+        still = []
+        for row, text in zip(going, texts, strict=True):
+            turn, ended, _ = text.partition(EOS)
+            reply = tool_reply(turn) if ended and number < MAX_OBSERVATIONS else None
+            turns[row] += (turn,) if ended and reply is None else (turn, reply or "")
+            if reply is not None:
+                contexts[row] += turn + EOS + USER + reply + ASSISTANT
+                still.append(row)
+        going = still
+    return turns
+
+
+def right_products(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Problem], *, sample: bool
+) -> list[bool]:
+    """Whether one conversation on each problem ends in the right answer."""
+    said = conversations(model, tokenizer, rows, sample=sample)
+    return [final_answer(turns) == problem.answer for turns, problem in zip(said, rows, strict=True)]
+
+
+Right = Callable[..., "list[bool]"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What one of the models is trained for: its phases, its problems, and how a response is judged when it is measured."""
+
+    phases: tuple[Phase, ...]
+    problems: Callable[[Split, int, int], list[Problem]]
+    right: Right
+    batch_size: int
+
+
+TARGETS = {
+    "sums": Target(PHASES, problems, right_sums, BATCH_SIZE),
+    "products": Target(TOOL_PHASES, products, right_products, 64),
+}
+
+
 def accuracy(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, held_out: Sequence[Problem], *, samples: int
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, held_out: Sequence[Problem], *, samples: int,
+    right: Right = right_sums,
 ) -> dict[str, float | int]:
     """Mean accuracy of `samples` responses per problem at temperature 1 (0: one greedy response) and its standard
     error over problems."""
     repeats = max(1, samples)
     rows = [problem for problem in held_out for _ in range(repeats)]
-    ids_BT = generate(model, tokenizer, [prompt_text(problem) for problem in rows], sample=samples > 0)
-    correct = [
-        is_correct(text, problem.answer) for text, problem in zip(tokenizer.batch_decode(ids_BT), rows, strict=True)
-    ]
+    correct = right(model, tokenizer, rows, sample=samples > 0)
     per_problem = torch.tensor(correct, dtype=torch.float64).view(len(held_out), repeats).mean(1)
     return {
         "accuracy": round(per_problem.mean().item(), 4),
@@ -186,26 +274,27 @@ def accuracy(
     }
 
 
-def make(out: Path, seed: int) -> dict[str, object]:
-    """Train, measure and write the checkpoint to `out`; returns what `recipe.json` holds."""
+def make(out: Path, seed: int, task: str = "sums") -> dict[str, object]:
+    """Train, measure and write the checkpoint for one of TARGETS to `out`; returns what `recipe.json` holds."""
+    target = TARGETS[task]
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     started = time.perf_counter()
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
-    train(model, tokenizer, PHASES, seed)
+    train(model, tokenizer, target.phases, seed, target.batch_size)
     seconds = time.perf_counter() - started
-    held_out = problems("heldout", 512, seed=0)
+    held_out = target.problems("heldout", 512, 0)
     torch.manual_seed(seed)
     recipe: dict[str, object] = {
         "seed": seed,
-        "batch_size": BATCH_SIZE,
-        "phases": [asdict(phase) for phase in PHASES],
+        "batch_size": target.batch_size,
+        "phases": [asdict(phase) for phase in target.phases],
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "measured": {
-            "sampled": accuracy(model, tokenizer, held_out, samples=4),
-            "greedy": accuracy(model, tokenizer, held_out, samples=0),
+            "sampled": accuracy(model, tokenizer, held_out, samples=4, right=target.right),
+            "greedy": accuracy(model, tokenizer, held_out, samples=0, right=target.right),
             "training_seconds": round(seconds),
         },
         "versions": {
@@ -224,9 +313,10 @@ def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(prog="python -m akl_dist.tiny.make_model", description=__doc__)
     parser.add_argument("out", type=Path, help="folder to write the checkpoint to")
+    parser.add_argument("--task", choices=tuple(TARGETS), default="sums", help="what to train it for (default sums)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initialisation and training data (default 0)")
     arguments = parser.parse_args()
-    print(json.dumps(make(arguments.out, arguments.seed)["measured"], indent=2))
+    print(json.dumps(make(arguments.out, arguments.seed, arguments.task)["measured"], indent=2))
 
 
 if __name__ == "__main__":

@@ -12,66 +12,27 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from akl_dist.contract.records import Status, Verdict
-from akl_dist.sandbox.client import DEFAULT_PACKAGES, MARGIN_S, Ended, Sandbox, SandboxFault
+from akl_dist.sandbox.client import Ended, Sandbox, SandboxFault
+from akl_dist.sandbox.clock import STARVED, STRETCH
 from akl_dist.sandbox.inside import codec
-from akl_dist.sandbox.limits import Limits
 from akl_dist.sandbox.probe import prove
 from akl_dist.sandbox.session import Session
-from akl_dist.verify.code_extract import MAX_SOURCE, STYLES, Source, extract_program
+from akl_dist.verify.code_extract import MAX_SOURCE, Source, extract_program
 from akl_dist.verify.code_output import same_output
-from akl_dist.verify.code_tests import VALUE, BadTests, Plan, TestRun, constructs, function_cases, plan_asserts, plan_check
+from akl_dist.verify.code_task import TEST_EXTRA_S, CodeSettings, CodeTask, make_plan, text_of
+from akl_dist.verify.code_tests import VALUE, BadTests, Plan, TestRun, constructs, function_cases
 from akl_dist.verify.code_values import TooMuch, evaluate, same_value
 from akl_dist.verify.grader import Item
 
 CODE_JUDGE = "akl_dist.verify.code:judge"
 SETTINGS_VARIABLE = "AKL_CODE_SETTINGS"
-TEST_EXTRA_S = 3.0  # a test run outlives the program it tests, so that a program's own limit is what ends both
+BUSY = f"the machine is too busy to tell: {STARVED}"
 DOES_NOT_FIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 """What comparing raises where the values are not of the kind the test expects."""
-
-
-@dataclass(frozen=True)
-class CodeTask:
-    """One judgement. ``tests`` holds the columns of a data set:
-
-    ``asserts`` (list of statements) or ``test`` (code with ``check(candidate)``), with ``entry_point``, ``setup``, ``prompt``;
-    ``inputs``/``expected`` or ``cases`` (lists of arguments and values) with ``entry_point``; for programs ``cases`` of
-    ``input`` and ``output`` text.
-    """
-
-    prompt_style: str
-    completion: str
-    tests: Mapping[str, Any]
-    truncated: bool = False
-    think_open: bool = False
-
-
-@dataclass(frozen=True)
-class CodeSettings:
-    """How programs are judged. ``total_s`` bounds all runs of one judgement together."""
-
-    limits: Limits = field(default_factory=Limits)
-    total_s: float = 30.0
-    packages: tuple[str, ...] = DEFAULT_PACKAGES
-    allow_unsandboxed: bool = False
-
-    @property
-    def timeout_s(self) -> float:
-        """Wall clock for the grader of one judgement: above every limit nested in it."""
-        return self.total_s + self.limits.wall_s + TEST_EXTRA_S + 2 * MARGIN_S
-
-    @classmethod
-    def from_json(cls, text: str) -> CodeSettings:
-        values = json.loads(text)
-        limits, packages = Limits(**values.pop("limits", {})), tuple(values.pop("packages", DEFAULT_PACKAGES))
-        return cls(limits=limits, packages=packages, **values)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 class _Wrong(Exception):
@@ -83,7 +44,7 @@ class _Ended(Exception):
 
 
 class _Overrun(Exception):
-    """The test code, not the program, ran past its limit or failed."""
+    """The test code, not the program, ran past its limit or failed, or the machine is too busy to tell."""
 
 
 class CodeJudge:
@@ -97,6 +58,7 @@ class CodeJudge:
         self.settings = settings or CodeSettings()
         self._programs = self._sandbox()
         self._tests: Sandbox | None = None
+        self._tests_left_s = 0.0  # of all runs of test code in one judgement
         prove(self._programs)
         self.isolation = self._programs.isolation
 
@@ -116,7 +78,7 @@ class CodeJudge:
         """
         try:
             make_plan(task, "")  # before anything is read from tests that may not be usable
-            entry, prompt = (_text(task.tests, name) for name in ("entry_point", "prompt"))
+            entry, prompt = (text_of(task.tests, name) for name in ("entry_point", "prompt"))
             source = extract_program(task.completion, style=task.prompt_style, entry_point=entry.split("(")[0].split(".")[0],
                                      prompt=prompt, think_open=task.think_open)
             plan = make_plan(task, source.code if source else "")
@@ -149,7 +111,7 @@ class CodeJudge:
         except _Wrong as wrong:
             return Status.WRONG, str(wrong)
         except _Overrun as overrun:
-            return Status.TIMEOUT if str(overrun) == "time_limit" else Status.ERROR, f"the test code: {overrun}"
+            return Status.TIMEOUT if str(overrun).endswith(("time_limit", STARVED)) else Status.ERROR, str(overrun)
         except BadTests as error:
             return Status.INVALID_GOLD, str(error)
         return Status.OK, ""
@@ -157,15 +119,17 @@ class CodeJudge:
     # --- programs that read standard input ----------------------------------------------------------------------------
 
     def _run_program(self, task: CodeTask, source: Source) -> None:
-        deadline = time.monotonic() + self.settings.total_s
+        remaining, patience = self.settings.total_s, time.monotonic() + STRETCH * self.settings.total_s
         for number, case in enumerate(task.tests["cases"]):
             limits = self.settings.limits
-            remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise _Wrong("time_limit")
+            if time.monotonic() > patience:
+                raise _Overrun(BUSY)
             limits = replace(limits, wall_s=min(limits.wall_s, remaining))
             given = case["input"].encode("utf-8", "surrogatepass")
             finished = self._programs.run_script(source.code, stdin=given, limits=limits)
+            remaining -= finished.ended.used_s
             if finished.ended.limit or finished.ended.status != 0:
                 last = finished.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
                 raise _Wrong(ending(finished.ended, last))
@@ -176,6 +140,7 @@ class CodeJudge:
 
     def _run_functions(self, plan: Plan, task: CodeTask, source: Source) -> None:
         session = Session(self._programs, "program_stage", self.settings.limits)
+        self._tests_left_s = self.settings.limits.wall_s + TEST_EXTRA_S
         broken = False
         try:
             _value(session.ask({"kind": "load", "parts": [plan.before, source.code, plan.after]}))
@@ -203,15 +168,18 @@ class CodeJudge:
                 try:
                     self._run_tests(session, TestRun(plan.before, check.source, (), check.calls))
                 except _Overrun as overrun:
+                    if str(overrun).endswith(STARVED):
+                        raise
                     raise _Wrong(f"failed: {check.text}: {overrun}") from None
 
     def _run_tests(self, program: Session, run: TestRun) -> None:
         """Execute test code in the second sandbox and pass its calls on to the program's."""
         if self._tests is None:
             self._tests = self._sandbox()
-        limits = self.settings.limits
-        wall_s, cpu_s = limits.wall_s + TEST_EXTRA_S, limits.cpu_s + int(TEST_EXTRA_S)
-        tests = Session(self._tests, "test_stage", replace(limits, wall_s=wall_s, cpu_s=cpu_s))
+        if self._tests_left_s <= 0:
+            raise _Overrun("the test code: time_limit")
+        limits = replace(self.settings.limits, wall_s=self._tests_left_s, cpu_s=self.settings.limits.cpu_s + int(TEST_EXTRA_S))
+        tests = Session(self._tests, "test_stage", limits)
         result: dict[str, Any] | None = None
         try:
             nonce = tests.open({"definitions": run.definitions, "tests": run.tests, "functions": list(run.functions)})
@@ -222,8 +190,9 @@ class CodeJudge:
                 tests.send(_pass_on(program, message, run))
         finally:
             ended = tests.end()
+            self._tests_left_s -= ended.used_s
         if result is None:
-            raise _Overrun(ended.limit or f"ended with status {ended.status}")
+            raise _Overrun("the test code: " + (ended.limit or f"ended with status {ended.status}"))
         if "broken" in result:
             raise BadTests(result["broken"])
         if result["calls"] == 0:
@@ -232,47 +201,14 @@ class CodeJudge:
             raise _Wrong(f"failed: {result['failed']} {result['message']}".strip())
 
 
-def make_plan(task: CodeTask, program: str) -> Plan | None:
-    """What to run for a task; None for programs that read standard input, whose cases are only checked here.
+def ending(ended: Ended, what: str) -> str:
+    """The reason of a program that ended by itself or at a limit.
 
     Raises:
-        BadTests: the task cannot judge any program.
+        _Overrun: it was ended because the machine gave it too little time.
     """
-    if task.prompt_style not in STYLES:
-        raise BadTests(f"prompt_style {task.prompt_style!r}, expected one of {', '.join(STYLES)}")
-    tests = task.tests
-    if not isinstance(tests, Mapping) or not isinstance(task.completion, str):
-        raise BadTests("tests that are no object, or a completion that is no text")
-    entry, prompt, setup, test = (_text(tests, name) for name in ("entry_point", "prompt", "setup", "test"))
-    if task.prompt_style == "stdin_program":
-        cases = tests.get("cases")
-        if not isinstance(cases, list) or not cases or not all(
-            isinstance(case, dict) and isinstance(case.get("input"), str) and isinstance(case.get("output"), str) for case in cases
-        ):
-            raise BadTests("cases that are not a list of input and output texts")
-        return None
-    if test:
-        return plan_check(test, entry_point=entry, prompt=prompt, setup=setup, program=program)
-    asserts = tests.get("asserts")
-    if asserts:
-        if not isinstance(asserts, list):
-            raise BadTests("asserts that are no list")
-        return plan_asserts(asserts, setup=setup, entry_point=entry, prompt=prompt, program=program)
-    function_cases(tests)
-    if not entry:
-        raise BadTests("cases without an entry_point")
-    return Plan("", "")
-
-
-def _text(tests: Mapping[str, Any], name: str) -> str:
-    value = tests.get(name) or ""
-    if not isinstance(value, str):
-        raise BadTests(f"{name} that is no text")
-    return value
-
-
-def ending(ended: Ended, what: str) -> str:
-    """The reason of a program that ended by itself or at a limit."""
+    if ended.limit == STARVED:
+        raise _Overrun(BUSY)
     if ended.limit:
         return ended.limit
     if "MemoryError" in what:
@@ -365,6 +301,11 @@ def shared_judge() -> CodeJudge:
     if _judge is None:
         _judge = CodeJudge(CodeSettings.from_json(os.environ.get(SETTINGS_VARIABLE, "{}")))
     return _judge
+
+
+def isolation() -> str:
+    """The form of isolation in which this process runs programs."""
+    return shared_judge().isolation
 
 
 def warm_up() -> None:

@@ -16,30 +16,16 @@ import textwrap
 import warnings
 from dataclasses import dataclass
 
+from akl_dist.contract.fences import OPENS, PYTHON_TAGS, Block, Span, blocks
 from akl_dist.verify.segments import final_section
 
 STYLES = ("instruct_function", "humaneval_completion", "stdin_program")
 MAX_PARSED = 1_500_000  # characters parsed in all while looking for the longest piece that is Python
 MAX_SOURCE = 100_000  # characters; no program for these tasks is longer
-PYTHON_TAGS = frozenset({"python", "py", "python3", "py3", "python2", "ipython", "python3.11", "python3.12", "sage"})
 
-_OPEN = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$")
-_TAG = re.compile(r"[\w+.#-]+")
 _READS_INPUT = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\s*\(\s*0\b")
 _STARTS_CODE = re.compile(r"^(?:def|class|async def|import|from|@)\b", re.MULTILINE)
-_MAX_JOINS = 5  # closing fences that may turn out to be text inside the code
 _BUILTINS = frozenset(dir(builtins))
-
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language ("" if none is named), its text without the fence's own indent, its place in the response."""
-
-    tag: str
-    code: str
-    span: Span
 
 
 @dataclass(frozen=True)
@@ -48,60 +34,6 @@ class Source:
 
     code: str
     span: Span
-
-
-def blocks(text: str, section: Span) -> list[Block]:
-    """The fenced blocks of a section, line by line. A block that is never closed reaches to the end."""
-    found: list[Block] = []
-    lines = text[section[0]:section[1]].splitlines(keepends=True)
-    offset, index = section[0], 0
-    while index < len(lines):
-        opened = _OPEN.match(lines[index].rstrip("\r\n"))
-        offset += len(lines[index])
-        index += 1
-        if not opened:
-            continue
-        start, body, joined = offset, [], 0
-        while index < len(lines):
-            closes = _closes(lines[index], opened["fence"])
-            if closes and not (joined < _MAX_JOINS and _inside_string(body) and _closed_later(lines[index + 1:], opened["fence"])):
-                break
-            joined += closes
-            body.append(lines[index])
-            offset += len(lines[index])
-            index += 1
-        tag = _TAG.search(opened["info"].strip("{}. \t"))
-        code = "".join(_unindent(line, len(opened["indent"])) for line in body)
-        found.append(Block(tag.group().lower() if tag else "", code, (start, offset)))
-        if index < len(lines):
-            offset += len(lines[index])
-            index += 1
-    return found
-
-
-def _closes(line: str, fence: str) -> bool:
-    stripped = line.strip()
-    return len(stripped) >= len(fence) and set(stripped) == {fence[0]}
-
-
-def _closed_later(lines: list[str], fence: str) -> bool:
-    return any(_closes(line, fence) for line in lines)
-
-
-def _inside_string(body: list[str]) -> bool:
-    """Whether the code so far ends inside a triple-quoted string, so that a fence belongs to it."""
-    text = re.sub(r"\\.", "", "".join(body), flags=re.DOTALL)
-    quote = None
-    for token in re.findall(r"\"\"\"|'''|#[^\n]*", text):
-        if quote is None:
-            quote = token if token[0] != "#" else None
-        elif token == quote or (token[0] == "#" and quote in token):
-            quote = None
-    return quote is not None
-
-
-def _unindent(line: str, indent: int) -> str:
-    return line[min(indent, len(line) - len(line.lstrip(" \t"))):]
 
 
 def parse(code: str) -> ast.Module | None:
@@ -281,7 +213,7 @@ def _completion(text: str, section: Span, entry_point: str, prompt: str) -> Sour
     """The prompt continued: by the response itself, by a fenced body, or by a fenced repetition of the function."""
     found = _python_blocks(text, section)
     first = text[section[0]:section[1]].lstrip("\r\n")
-    continues = first[:1] in (" ", "\t") and not _OPEN.match(first.split("\n", 1)[0])
+    continues = first[:1] in (" ", "\t") and not OPENS.match(first.split("\n", 1)[0])
     if found and not continues:
         function = _function(text, section, entry_point, prompt)
         tree = parse(function.code) if function else None

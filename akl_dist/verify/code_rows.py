@@ -20,6 +20,7 @@ class CodeJudges:
     def __init__(self, *, workers: int, allow_unsandboxed: bool = False, settings: CodeSettings | None = None) -> None:
         settings = settings or CodeSettings(allow_unsandboxed=allow_unsandboxed)
         self._pool = GraderPool(num_workers=workers, **pool_options(settings))
+        self.isolation = self._pool.isolation
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         """One verdict per row; a row without the three columns is ``error``."""

@@ -41,6 +41,7 @@ class _Candidate:
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
+_BOX_WORDS = ("\\boxed", "\\fbox", "<answer>")
 _BARE_BOX = re.compile(r"[ \t]*([+-]?\d(?:[\d.,/]*\d)?|(?<=[ \t])[A-Z]\b)")
 _ANSWER_TAG = re.compile(r"<answer>|</answer>")
 _OPEN_BRACE = re.compile(r"\s*\{")
@@ -85,6 +86,8 @@ def locate(text: str, *, think_open: bool = False) -> Marker | None:
 def _cut_next_question(text: str, section: Span) -> Span:
     """End the section where, after a first answer, the model writes itself a next question."""
     start, end = section
+    if _NEXT_QUESTION.search(text, start, end) is None:
+        return section
     firsts = [c.outer[1] for c in _boxes(text, section)[:1]] + [m.end() for m in (_LINE.search(text, start, end),) if m]
     if not firsts:
         return section
@@ -103,6 +106,8 @@ def _strip(text: str, span: Span) -> Span | None:
 def _boxes(text: str, section: Span) -> list[_Candidate]:
     """Outermost boxes and answer tags in the order of their openings, found in one pass with a brace stack."""
     start, end = section
+    if all(text.find(word, start, end) < 0 for word in _BOX_WORDS):
+        return []
     found: list[_Candidate] = []
     stack: list[Span | None] = []  # per open brace: (start of \boxed, start of its content), or None for a plain brace
     position = start

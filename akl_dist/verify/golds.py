@@ -12,7 +12,7 @@ InvalidGold = Callable[[str], str]
 
 
 def invalid_gold(kind: str) -> InvalidGold:
-    """The check of ``verify.kind``. A kind whose golds nothing but its own judge understands has none."""
+    """The check of one kind of verifier. What custom, http and environment make of a gold nobody else knows: they have none."""
     return {"math": math.invalid_gold, "code": invalid_tests}.get(kind, lambda gold: "")
 
 

@@ -81,6 +81,8 @@ class GraderPool:
         judge: ``module:function`` called in the grader with the fields of :class:`Item` (or of whatever record it is given).
         probes: items with the status they must get; the pool refuses to start otherwise.
         environment: added to the graders' (otherwise minimal) environment.
+        working_directory: where the graders run.
+        remedy: what to do about a grader that does not start.
 
     Raises:
         VerifierFault: a grader does not start, or a probe gets another verdict.
@@ -96,6 +98,8 @@ class GraderPool:
         judge: str = MATH_JUDGE,
         probes: Sequence[tuple[Any, Status]] = PROBES,
         environment: Mapping[str, str] | None = None,
+        working_directory: str = "/",
+        remedy: str = "The verifier is not to be trusted; check the installation of math-verify and sympy.",
     ) -> None:
         if num_workers < 1 or timeout_s <= 0 or tasks_per_worker < 1:
             raise VerifierFault(
@@ -107,6 +111,8 @@ class GraderPool:
             )
         self._timeout_s, self._tasks_per_worker, self._start_timeout_s = timeout_s, tasks_per_worker, start_timeout_s
         self._judge, self._probes, self._environment = judge, tuple(probes), dict(environment or {})
+        self._working_directory, self._remedy = working_directory, remedy
+        self.isolation: str | None = None  # in which the graders run programs (Sandbox.isolation); None: they run none
         self._lock = threading.Lock()
         self._graders: list[_Grader] = []
         self._counters = collections.Counter(judged=0, timeouts=0, crashes=0, kills=0, recycled=0, started=0)
@@ -163,7 +169,7 @@ class GraderPool:
             stdout=subprocess.PIPE,
             stderr=stderr,
             env=environment,
-            cwd="/",
+            cwd=self._working_directory,
             start_new_session=True,
             bufsize=0,
         )
@@ -177,6 +183,7 @@ class GraderPool:
         reply = self._wait_reply(grader, deadline)
         if "ready" not in reply:
             raise self._fault(f"a first message {reply!r}", "ready")
+        self.isolation = reply["isolation"]
         for item, expected in self._probes:
             grader.outgoing += encode(vars(item))
             reply = self._wait_reply(grader, deadline)
@@ -199,13 +206,7 @@ class GraderPool:
                 raise self._fault(f"it ended ({_cause_of_death(grader)})", "a started grader")
 
     def _fault(self, got: str, expected: str) -> VerifierFault:
-        return VerifierFault(
-            f"grader process ({self._judge})",
-            got=got,
-            expected=expected,
-            remedy="The verifier is not to be trusted; check the installation of math-verify and sympy.",
-            stage="verify",
-        )
+        return VerifierFault(f"grader process ({self._judge})", got=got, expected=expected, remedy=self._remedy, stage="verify")
 
     def _end(self, grader: _Grader) -> None:
         """SIGKILL the whole group (its leader is not reaped yet, so the id is still ours), then reap."""
@@ -343,7 +344,8 @@ class _Batch:
 
 def _verdict(reply: dict) -> Verdict:
     span = reply["span"]
-    return Verdict(Status(reply["status"]), reply["extracted"], (span[0], span[1]) if span else None, reply["reason"])
+    return Verdict(Status(reply["status"]), reply["extracted"], (span[0], span[1]) if span else None, reply["reason"],
+                   reply["score"], tuple((name, value) for name, value in reply["terms"]))
 
 
 def _flush(grader: _Grader) -> bool:

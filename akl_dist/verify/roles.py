@@ -20,12 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from akl_dist.verify.extract import locate
-from akl_dist.verify.segments import final_section, last_line
+from akl_dist.verify.answer_places import CodeAnswer, TokenSpans, position_place, token_votes, verifier_place
 
 RANDOM_RULES = ("random_span", "random_tokens")
 RULES = ("majority", "position", "entropy", "verifier", *RANDOM_RULES)
-MAX_TAIL_TOKENS = 32  # of the last line, where no marker is present
+SIGNALS = ("position", "entropy", "verifier")
 TIE = 1e-9  # relative: values this close to the quantile count as equal to it, whatever order they were summed in
 
 Span = tuple[int, int]
@@ -70,8 +69,6 @@ def token_roles(
         ValueError: unknown rule, a rule that draws without one seed per row, shapes that differ, an entropy that is not finite
             where mask is 1.
     """
-    if rule not in RULES:
-        raise ValueError(f"roles.rule: got {rule!r}; expected one of {', '.join(RULES)}.")
     votes = role_votes(
         entropies=entropies,
         mask=mask,
@@ -81,6 +78,13 @@ def token_roles(
         entropy_quantile=entropy_quantile,
         entropy_window=entropy_window,
     )
+    return roles_of(votes, mask, rule=rule, seeds=seeds)
+
+
+def roles_of(votes: Votes, mask: Tensor, *, rule: str = "majority", seeds: Sequence[int] | None = None) -> Tensor:
+    """:func:`token_roles` from the votes; same arguments and errors."""
+    if rule not in RULES:
+        raise ValueError(f"roles.rule: got {rule!r}; expected one of {', '.join(RULES)}.")
     majority = votes.position & votes.entropy | votes.position & votes.verifier | votes.entropy & votes.verifier
     if rule in RANDOM_RULES:
         if seeds is None or len(seeds) != len(mask):
@@ -159,50 +163,50 @@ def entropy_votes(entropies: Tensor, mask: Tensor, *, quantile: float = 0.5, win
     return (smoothed <= threshold + TIE * threshold.abs()) & valid  # a row without tokens has a NaN threshold: no votes
 
 
-def position_votes(text: str, token_spans: Sequence[Span], truncated: bool, *, think_open: bool = False) -> list[bool]:
-    """One vote per token: it overlaps the final section's answer marker, delimiters included.
+def position_votes(
+    text: str, token_spans: Sequence[Span], truncated: bool, *, think_open: bool = False, position: str = "marker",
+    code: CodeAnswer | None = None,
+) -> list[bool]:
+    """One vote per token: it overlaps the place of :func:`akl_dist.verify.answer_places.position_place` (same arguments).
 
-    Without a marker it is the last non-empty line's last 32 tokens, if the response stopped by itself; nothing if it was
-    truncated. Tokens without characters never vote. The end token is settled in :func:`token_roles`.
+    A token that holds a character on either side of a border overlaps. Tokens without characters never vote. The end token is
+    settled in :func:`token_roles`.
 
     Args:
-        text: the response up to its end token.
-        token_spans: character range of each token in ``text``.
-        truncated: the engine stopped it at the length limit.
-        think_open: the prompt ended with ``<think>``.
+        token_spans: character range of each token in ``text``, in its order.
     """
-    marker = locate(text, think_open=think_open)
-    if marker is not None:
-        return _overlaps(marker.outer, token_spans)
-    section = final_section(text, think_open=think_open)
-    line = None if truncated or section is None else last_line(text, section)
-    votes = _overlaps(line, token_spans)
-    surplus = sum(votes) - MAX_TAIL_TOKENS
-    for index, vote in enumerate(votes):
-        if surplus <= 0:
-            break
-        if vote:
-            votes[index] = False
-            surplus -= 1
-    return votes
+    place = position_place(text, truncated=truncated, think_open=think_open, position=position, code=code)
+    return token_votes([place], TokenSpans([token_spans])).tolist()
 
 
-def verifier_votes(span: Span | None, token_spans: Sequence[Span]) -> list[bool]:
-    """One vote per token: it overlaps the answer string's character range. No range, no votes."""
-    return _overlaps(span, token_spans)
-
-
-def _overlaps(span: Span | None, token_spans: Sequence[Span]) -> list[bool]:
-    if span is None:
-        return [False] * len(token_spans)
-    start, end = span
-    return [a < end and b > start and a < b for a, b in token_spans]
+def verifier_votes(
+    span: Span | None, token_spans: Sequence[Span], *, text: str = "", think_open: bool = False, code: CodeAnswer | None = None
+) -> list[bool]:
+    """One vote per token: it overlaps the answer string's character range. No range, no votes. Of ``code`` (which needs the
+    ``text``) it is the part that answers."""
+    return token_votes([verifier_place(text, span, think_open=think_open, code=code)], TokenSpans([token_spans])).tolist()
 
 
 def vote_table(votes: Votes, mask: Tensor) -> tuple[int, ...]:
     """Token counts by (position, entropy, verifier) votes, in the order of that binary number: 000, 001, ... 111."""
-    code = 4 * votes.position.long() + 2 * votes.entropy.long() + votes.verifier.long()
-    return tuple(int(n) for n in torch.bincount(code[mask.bool()], minlength=8))
+    return vote_tables(votes, mask, [len(mask)])[0]
+
+
+def vote_tables(votes: Votes, mask: Tensor, rows: Sequence[int]) -> list[tuple[int, ...]]:
+    """:func:`vote_table` of each group of ``rows`` consecutive responses."""
+    group = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(list(rows), dtype=torch.int64))[:, None]
+    code = 8 * group + 4 * votes.position.long() + 2 * votes.entropy.long() + votes.verifier.long()
+    return [tuple(counts) for counts in torch.bincount(code[mask.bool()], minlength=8 * len(rows)).view(-1, 8).tolist()]
+
+
+def agreement(counts: Sequence[int]) -> dict[str, float]:
+    """Share of tokens on which each two signals vote alike, ``"position_entropy"`` and so on, from the 8 counts of
+    :func:`vote_table`; empty without tokens."""
+    total = sum(counts)
+    pairs = {"position_entropy": (4, 2), "position_verifier": (4, 1), "entropy_verifier": (2, 1)}
+    return {} if not total else {
+        name: sum(n for code, n in enumerate(counts) if bool(code & one) == bool(code & other)) / total
+        for name, (one, other) in pairs.items()}
 
 
 def likelihood_ratios(counts: Sequence[int]) -> Mapping[str, float | None]:
@@ -213,7 +217,7 @@ def likelihood_ratios(counts: Sequence[int]) -> Mapping[str, float | None]:
     answer = [code for code in range(8) if code.bit_count() >= 2]
     reasoning = [code for code in range(8) if code.bit_count() < 2]
     ratios: dict[str, float | None] = {}
-    for name, bit in (("position", 4), ("entropy", 2), ("verifier", 1)):
+    for name, bit in zip(SIGNALS, (4, 2, 1), strict=True):
         shares = []
         for side in (answer, reasoning):
             total = sum(counts[code] for code in side)

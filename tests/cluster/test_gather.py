@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from akl_dist.cluster.gather import SHARED_OBJECT_BYTES, fetch, fetch_all, gather, store, store_all
+from akl_dist.cluster.gather import SHARED_OBJECT_BYTES, answered, arrivals, fetch, fetch_all, gather, store, store_all
 from akl_dist.contract.errors import ActorDied, DeadlineExceeded, NonFiniteLoss, RunError
 
 pytestmark = pytest.mark.stack
@@ -24,6 +24,13 @@ def workers(local_ray):
         def answer(self, value, delay_s=0.0):
             time.sleep(delay_s)
             return value
+
+        def count(self, number, delay_s, end=None):
+            for value in range(number):
+                time.sleep(delay_s)
+                yield value
+            if end is not None:
+                getattr(self, end)()
 
         def fail_on_purpose(self):
             raise NonFiniteLoss("loss", got="nan", expected="a finite number", remedy="Lower the learning rate.", stage="learner")
@@ -49,6 +56,61 @@ def test_results_keep_the_order_of_the_names(workers):
     a, b = workers(2)
     got = gather({"slow": a.answer.remote(1, 0.3), "fast": b.answer.remote(2)}, timeout_s=30, stage="rollout", doing="answering")
     assert list(got.items()) == [("slow", 1), ("fast", 2)]
+
+
+def test_streams_and_results_come_as_they_are_ready(workers):
+    a, b = workers(2)
+    stream = a.count.options(num_returns="streaming").remote(3, 0.4)
+    came = list(arrivals({"a": stream, "b": b.answer.remote("x", 0.2)}, timeout_s=30, stage="rollout", doing="counting"))
+    assert [value for name, value in came if name == "a"] == [0, 1, 2] and came.index(("b", "x")) < came.index(("a", 2))
+
+
+def test_a_stream_that_ends_in_an_error_delivers_what_came_before(workers):
+    a, b = workers(2)
+    for end, kind in (("fail_on_purpose", NonFiniteLoss), ("die", ActorDied)):
+        stream, seen = a.count.options(num_returns="streaming").remote(2, 0.0, end), []
+        with pytest.raises(kind) as caught:
+            calls = {"rollout/run/0": stream, "b": b.answer.remote("x")}
+            for _, value in arrivals(calls, timeout_s=30, stage="rollout", doing="counting"):
+                seen.append(value)
+        assert seen.count(0) == seen.count(1) == 1 and caught.value.actor == "rollout/run/0"
+
+
+def test_the_consumers_own_time_does_not_count(workers):
+    (a,) = workers(1)
+    stream = a.count.options(num_returns="streaming").remote(3, 0.5)
+    for _ in arrivals({"a": stream}, timeout_s=3.0, stage="rollout", doing="counting"):
+        time.sleep(1.5)
+    longer = a.count.options(num_returns="streaming").remote(9, 0.5)
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 1\.2 s while counting"):
+        list(arrivals({"a": longer}, timeout_s=1.2, stage="rollout", doing="counting"))
+
+
+def test_answered_waits_only_when_it_may(workers):
+    (a,) = workers(1)
+    calls = {a.answer.remote(1, 0.5): "a", a.answer.remote(2): "a"}
+    assert answered(calls, timeout_s=0.0, stage="verify", doing="judging") == {} == answered({}, timeout_s=9, stage="x", doing="y")
+    first, second = calls
+    got = answered(calls, timeout_s=30.0, stage="verify", doing="judging")
+    assert got[first] == 1 and set(got) <= set(calls)
+    del calls[first]
+    got = answered(calls, timeout_s=30.0, stage="verify", doing="judging")
+    assert got == {second: 2}
+    with pytest.raises(NonFiniteLoss):
+        answered({a.fail_on_purpose.remote(): "a"}, timeout_s=30.0, stage="verify", doing="judging")
+
+
+def test_a_long_wait_says_whom_it_waits_for(workers, monkeypatch, caplog):
+    module = sys.modules["akl_dist.cluster.gather"]
+    for name, value in (("LIVENESS_INTERVAL_S", 0.1), ("LOG_AFTER_S", 0.3), ("LOG_EVERY_S", 0.6)):
+        monkeypatch.setattr(module, name, value)
+    a, b = workers(2)
+    gather({"quick": a.answer.remote(1), "slow/0": b.answer.remote(2, 1.2)}, timeout_s=30, stage="verify", doing="judging 5 groups")
+    said = [record.getMessage() for record in caplog.records if record.name == module.__name__]
+    assert len(said) == 2 and all("slow/0" in text and "quick" not in text and "judging 5 groups" in text for text in said)
+    caplog.clear()
+    gather({"quick": a.answer.remote(1)}, timeout_s=30, stage="verify", doing="judging 5 groups")
+    assert not caplog.records
 
 
 def test_a_deadline_names_whom_it_waited_for(workers):

@@ -29,8 +29,7 @@ EXPERIMENTS = group_choices()["exp"]
 LONG = "model.path=Qwen/Qwen2.5-0.5B-Instruct"
 BESIDE = {"data=generic": [LONG, "data.name=an/example"], "data=verl": [LONG, "data.name=an/example"],
           **{f"data={name}": [LONG] for name in ("gsm8k", "math", "gsm8k_math", "math500", "aime24", "aime25", "dapo_math",
-                                                 "deepscaler")},
-          **{f"data={name}": [LONG, "verify.kind=code"] for name in ("mbpp", "mbpp_sanitized", "humaneval")}}
+                                                 "deepscaler", "mbpp", "mbpp_sanitized", "humaneval", "math_code")}}
 
 
 def test_defaults_are_the_schemas() -> None:

@@ -71,7 +71,8 @@ def test_an_experiment_without_a_kl_takes_the_one_of_the_command_line(name: str)
 def test_which_experiments_have_no_kl() -> None:
     assert set(WITHOUT_KL) == {
         "cokl_4b", "ctpo_14b", "dapo", "drpo_4b", "gspo", "ppo", "sweep_policy_loss", "tiny_cispo", "tiny_cokl", "tiny_continual",
-        "tiny_ctpo", "tiny_dapo", "tiny_dppo", "tiny_drpo", "tiny_gspo", "tiny_reinforce_pp", "tiny_rloo", "tiny_spo"}
+        "tiny_ctpo", "tiny_dapo", "tiny_dppo", "tiny_drpo", "tiny_gspo", "tiny_reinforce_pp", "tiny_rloo", "tiny_spo",
+        "tiny_tir"}
 
 
 @pytest.mark.parametrize(("exp", "beta"), [("grpo", 0.04), ("tiny_grpo", 0.2), ("tiny_uniform_reverse", 0.2)])

@@ -63,7 +63,11 @@ def problems(*overrides: str) -> dict[str, UserError]:
     ("overrides", "key", "part"),
     [
         (["roles.rule=majorty"], "roles.rule", "roles.rule=majority"),
-        (["roles.entropy_source=policy_forward"], "roles.entropy_source", "the only one so far"),
+        (["roles.entropy_source=policy"], "roles.entropy_source", "policy_forward, rollout_topk"),
+        (["roles.rule=position", "roles.entropy_source=policy_forward"], "roles.entropy_source", "nothing reads it"),
+        (["roles.rule=verifier", "roles.position=tail"], "roles.position", "nothing reads it"),
+        (["roles.position=tale"], "roles.position", "roles.position=tail"),
+        (["roles.code_answer=program"], "roles.code_answer", "verify.kind=code"),
         (["objective.policy_loss=pppo"], "objective.policy_loss", "objective.policy_loss=ppo"),
         (["objective.policy_loss_params.clip_lo=0.1"], "objective.policy_loss_params.clip_lo", "Write clip_low"),
         (["objective.policy_loss_params.clip_low=-1"], "objective.policy_loss_params.clip_low", "from 0 to 1"),
@@ -254,6 +258,9 @@ def test_replay_takes_a_run_directory(tmp_path: Path) -> None:
     assert "rollout.replay" in problems(f"rollout.replay={tmp_path}")
     (tmp_path / "rollouts" / "step_000001.parquet").write_bytes(b"")
     assert problems(f"rollout.replay={tmp_path}", "steps=1") == {}
+    assert problems(f"rollout.replay={tmp_path}", "steps=1", "roles.entropy_source=policy_forward") == {}
+    (found,) = problems(f"rollout.replay={tmp_path}", "steps=1", "roles.entropy_source=rollout_topk").values()
+    assert "carry no entropies" in str(found)
 
 
 def test_replay_has_a_dump_for_every_step(tmp_path: Path) -> None:
@@ -405,7 +412,8 @@ def test_planned_but_not_run() -> None:
 FREE_TEXT = {"experiment", "run_id", "output_dir", "resume", "cluster.address", "model.path", "data.name", "data.path",
              "data.anchor_path", "critic.path", "objective.policy_loss_module", "data.split", "data.eval_path",
              "data.eval_split", "data.columns.prompt", "data.columns.answer", "data.columns.id",
-             "data.system_prompt", "data.prompt_suffix", "rollout.replay", "objective.policy_loss"}
+             "data.system_prompt", "data.prompt_suffix", "rollout.replay", "rollout.tools.environment", "objective.policy_loss",
+             "verify.custom", "verify.http_url", "verify.http_token_env"}
 
 
 def test_every_key_has_a_rule() -> None:
@@ -433,6 +441,7 @@ def test_loss_table_agrees_with_the_objective() -> None:
 
 
 def test_recipes_agree_with_the_data_stage() -> None:
+    from akl_dist.config.mixture import RECIPE
     from akl_dist.data.recipes import RECIPES
 
-    assert set(choices.CHOICES["data.recipe"]) == set(RECIPES)
+    assert set(choices.CHOICES["data.recipe"]) == {*RECIPES, RECIPE}

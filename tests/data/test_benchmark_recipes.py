@@ -248,6 +248,6 @@ def test_code_recipes_need_the_code_verifier():
     from akl_dist.contract.errors import ConfigError
 
     base = ["data=mbpp", "model.path=Qwen/Qwen2.5-0.5B-Instruct"]
-    validate(compose([*base, "verify.kind=code"]))
+    validate(compose(base))  # the data group brings its verifier
     with pytest.raises(ConfigError, match=r"verify\.kind: got 'math'; expected code with data\.recipe=mbpp"):
-        validate(compose(base))
+        validate(compose([*base, "verify.kind=math"]))

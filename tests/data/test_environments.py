@@ -65,7 +65,7 @@ def test_anchor_file(tmp_path, monkeypatch):
 
 
 def test_generated_tasks_by_name():
-    for task in ("sums", "blanks", "pairs"):
+    for task in ("sums", "blanks", "pairs", "products"):
         rows = read_tiny(split="train", count=20, task=task)
         assert len({row.values["id"] for row in rows}) == 20
         assert rows[:5] == read_tiny(split="train", count=5, task=task)

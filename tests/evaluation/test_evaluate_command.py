@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from akl_dist import evaluate
+from akl_dist import evaluate, job, published
 from akl_dist.bookkeeping.sample_records import SampleFile
 from akl_dist.cluster.placement import evaluation_layout
 from akl_dist.config.command_line import check_command_line
@@ -27,21 +27,32 @@ SMALL = ["data=tiny", "evaluate.num_problems=6", "evaluate.samples=2", "rollout.
 class Stack:
     """Engines and graders of plain Python: sample s of a problem is right when s is even; two problems fill a round."""
 
-    def __init__(self, stop_after: int | None = None, stop=None, drop: str = "") -> None:
+    def __init__(self, stop_after: int | None = None, stop=None, sandbox: str | None = None) -> None:
         self.rounds: list[list[str]] = []
-        self.stop_after, self.stop, self.drop = stop_after, stop, drop
+        self.stop_after, self.stop, self.sandbox = stop_after, stop, sandbox
+        self.earlier: list[int] = []
+        self.streamed = 0
 
-    def sample(self, prompts, sampling):
+    def sample(self, prompts, sampling, finished):
         self.rounds.append([prompt.prompt_id for prompt in prompts])
         if self.stop_after == len(self.rounds):
             self.stop.requested = True
         size = sampling.group_size
-        return [RolloutGroup(prompt, (5,) * size, ("stop",) * (size - 1) + ("length",), 0, "e", None) for prompt in prompts]
+        groups = [RolloutGroup(prompt, (5,) * size, ("stop",) * (size - 1) + ("length",), 0, "e", None) for prompt in prompts]
+        finished(groups[1:])
+        return groups
 
-    def submit(self, rollouts):
+    def stream(self):
+        return self
+
+    def add(self, groups):
+        self.streamed += len(groups)
+
+    def ticket(self, rollouts):
         return rollouts
 
-    def collect(self, rollouts):
+    def collect(self, rollouts, earlier=()):
+        self.earlier.append(len(earlier))
         size = len(rollouts[0].response_lengths)
         verdicts = tuple(Verdict(Status.OK if s % 2 == 0 else Status.WRONG) for s in range(size))
         arrays = SimpleNamespace(extracted=tuple(str(s) for s in range(size)), texts=tuple(f"text {s}\ud800" for s in range(size)))
@@ -57,6 +68,7 @@ def command(tmp_path, monkeypatch):
 
         def start(self, model, shutdown):
             made.stop = self.stop
+            self.sandbox = job.sandbox_of([{"grader_pids": [1], "isolation": made.sandbox}, 5])
             return made, made, Sampling(self.config.evaluate.samples, 1.0, 8, (1,), ("evaluate", 0))
 
         monkeypatch.setattr(evaluate._Evaluation, "_start", start)
@@ -79,6 +91,35 @@ def test_whole_evaluation(command, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "avg@k (%)" in out and "50.0 +- 0.0" in out
     assert "50 % of the responses on tiny end at the limit" in out
+    assert "published scores: none on file for tiny" in out
+    assert (result["published"], result["sandbox"]) == ({"tiny": None}, None) and "UNSANDBOXED" not in out
+    assert stack.earlier == [0, 2, 4], "the share of faults is that of the whole evaluation"
+
+
+def test_a_published_score_is_held_against_ours(command, tmp_path, capsys, monkeypatch):
+    """50 % of 6 problems (no spread) against 58.0 % of 100 greedy answers: -8 points, sqrt(.58 * .42 / 100) = 4.9."""
+    protocol = published.Protocol(samples=1, temperature=0.0, problems=100)
+    there = published.PublishedScore("tiny", "tiny", 58.0, "accuracy", "A Report, Table 1", protocol)
+    monkeypatch.setattr(published, "published_scores", lambda: (there,))
+    assert command() == 0
+    one = json.loads((tmp_path / "evaluate/r/evaluation.json").read_text())["published"]["tiny"]
+    assert (one["difference"], one["ours"]) == (-8.0, 50.0) and one["z"] == pytest.approx(-8 / 4.9356, rel=1e-4)
+    assert {"problems": {"here": 6, "there": 100}, "samples": {"here": 2, "there": 1}}.items() <= one["differs"].items()
+    assert {"prompt", "shots", "max_tokens"} <= set(one["not_stated"])
+    assert "tiny: published 58.0 % (accuracy; A Report, Table 1), ours 50.0 % +- 4.9 (avg@2)" in capsys.readouterr().out
+
+
+def test_without_a_sandbox_everybody_is_told(command, tmp_path, capsys):
+    """In words everywhere, in red on a terminal alone; and still in the result when another attempt ends the evaluation."""
+    assert command(stack=Stack(stop_after=2, sandbox="none")) == 143
+    out = capsys.readouterr().out
+    assert "UNSANDBOXED" in out and "\x1b" not in out
+    assert command(stack=Stack(sandbox="root")) == 0
+    assert "UNSANDBOXED" not in capsys.readouterr().out
+    result = tmp_path / "evaluate/r/evaluation.json"
+    assert json.loads(result.read_text())["sandbox"] == "none", "part of it ran without"
+    for path in (tmp_path / "evaluate/r").iterdir():
+        assert path.is_dir() or b"\x1b" not in path.read_bytes()
 
 
 def test_goes_on_after_an_interruption(command, tmp_path, capsys):
@@ -155,25 +196,28 @@ def test_layout_holds_engines_and_graders_alone():
 
 def test_sample_file(tmp_path):
     path, identity = tmp_path / "s.jsonl", {"model": "m"}
-    sample = {"status": "ok", "extracted": None, "tokens": 3, "truncated": False, "answer_span_tokens": 0, "text": "\ud800"}
-    file = SampleFile(path, identity=identity, votes=True)
+    sample = {"status": "ok", "extracted": None, "tokens": 3, "truncated": False, "answer_span_tokens": 0, "text": "\ud800",
+              "sandbox": "root"}
+    file = SampleFile(path, identity=identity, votes={"b"})
     file.append("b", "p", [sample, sample])
     whole = path.read_bytes()
     for cut in range(1, len(whole) - whole.index(b"\n") - 1):  # killed anywhere in the second line
         path.write_bytes(whole[:-cut])
-        again = SampleFile(path, identity=identity, votes=True)
+        again = SampleFile(path, identity=identity, votes={"b"})
         assert (again.records, path.read_bytes().count(b"\n")) == ([], 1)
     path.write_bytes(whole)
-    again = SampleFile(path, identity=identity, votes=True)
-    assert again.records == file.records and again.done == {"p"}
+    again = SampleFile(path, identity=identity, votes={"b"})
+    assert again.records == file.records and again.done == {"p"} and again.sandboxes == {"root"}
+    assert all(record.votes for record in again.records)
+    assert not any(record.votes for record in SampleFile(path, identity=identity, votes={"another"}).records)
     with pytest.raises(UserError, match="other model"):
-        SampleFile(path, identity={"model": "n"}, votes=True)
+        SampleFile(path, identity={"model": "n"}, votes={"b"})
     path.write_bytes(whole.replace(b'"ok"', b'"fine"', 1))
     with pytest.raises(RunError, match=r"damaged file \(line 2"):
-        SampleFile(path, identity=identity, votes=True)
+        SampleFile(path, identity=identity, votes={"b"})
     path.write_bytes(whole[:5] + b"\n" + whole)
     with pytest.raises(RunError, match="damaged"):
-        SampleFile(path, identity=identity, votes=True)
+        SampleFile(path, identity=identity, votes={"b"})
 
 
 def test_help_is_light():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from akl_dist.contract.errors import RunError
 from akl_dist.contract.records import Status
 from akl_dist.evaluation import Estimate, SampleRecord, default_ks, estimate, maj_at_k, pass_at_k, summarise, table
+from akl_dist.verify.votes import vote_key
 
 ROWS = {row["id"]: row for row in map(json.loads, (Path(__file__).parent / "data/metric_cases.jsonl").read_text().splitlines())}
 STATUS = {1: Status.OK, 0: Status.WRONG, None: Status.TIMEOUT}
@@ -207,3 +208,10 @@ def test_cases_of_padding_and_missing_verdicts():
     inputs, expected = ROWS["L046"]["inputs"], ROWS["L046"]["expected"]
     one = summarise(records({"p": inputs["scores"]}), {"b": ["p"]}, samples=3)["b"]
     assert (one.avg_at_k.mean, sum(one.undecided.values())) == (expected["mean_over_valid"], expected["invalid_count"])
+
+
+def test_long_answers_vote_letter_by_letter():
+    """What is too long to be read as a number costs no time: it is the same only as itself."""
+    one, other = "1" * 100_000, "1" * 100_000 + ".0"
+    assert vote_key(Status.WRONG, one) == vote_key(Status.WRONG, one) != vote_key(Status.WRONG, other)
+    assert vote_key(Status.WRONG, "11") == vote_key(Status.WRONG, "11.0"), "control"

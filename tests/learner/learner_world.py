@@ -158,6 +158,10 @@ def scenario_training(worker, folder: Path) -> dict:
     out["probe"] = worker.probe_logprobs([list(range(9)), [3], list(range(5, 24))])
     out["bucket"] = worker.gather_bucket(["model.norm.weight", "lm_head.weight"])
     samples = make_samples()
+    everything = {key: dataclasses.replace(sample, trains=True) for key, sample in samples.items() if key[0] != 1}
+    everything = {(g - (g > 1), s): sample for (g, s), sample in everything.items()}  # five groups: ranks with unequal parts
+    (plan,) = plans_for(everything, rank=worker.rank, world_size=worker.world_size, max_tokens=30)
+    out["entropies"] = worker.entropies({key: (s.prompt_ids, s.response_ids) for key, s in everything.items()}, plan)
     before = worker.parameters_checksum()
 
     def attempt(batch, step: int) -> str:

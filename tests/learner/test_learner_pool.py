@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 
-from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.cluster.gather import fetch, fetch_all, gather, store
 from akl_dist.contract.errors import ActorDied, NonFiniteLoss, StaleRollout
 from akl_dist.contract.records import (
     JudgedGroup,
@@ -107,6 +107,19 @@ def test_buckets_and_probe_for_the_weight_sync(pool):
     first, second = gather(refs, timeout_s=30.0, stage="weight_sync", doing="probing").values()
     assert first[0].shape == (2,)
     assert second is None, "one copy is enough"
+
+
+def test_entropies_come_back_in_the_groups_order(pool):
+    groups = [group.labelled.rollout for group in training_groups(world.make_samples())]
+    before = pool.parameters_checksum()
+    def entropies(order):
+        handles = pool.entropies([groups[index] for index in order])
+        return fetch_all(handles, timeout_s=10.0, stage="learner", what="entropies")
+    first, backwards = entropies(range(len(groups))), entropies(range(len(groups))[::-1])
+    for group, one, other in zip(groups, first, backwards[::-1], strict=True):
+        assert one.entropy.shape == (group.num_tokens,) and (one.entropy > 0).all()
+        np.testing.assert_allclose(one.entropy, other.entropy, atol=1e-5)
+    assert pool.parameters_checksum() == before
 
 
 def test_a_dead_rank_is_named(pool):

@@ -201,6 +201,22 @@ def test_probe_is_at_temperature_one_and_for_every_token_but_the_first(runs):
             np.testing.assert_allclose(got, expected_probe(model, ids), atol=1e-5)
 
 
+def test_entropies_of_every_response_token_at_the_sampling_temperature(runs):
+    """Each rank gives those of its own responses, together every one once; one response at a time is the same."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(runs["folder"] / "model")
+    samples = [sample for (g, _), sample in sorted(world.make_samples().items()) if g != 1]
+    found = [rank["entropies"] for rank in runs["training"]]
+    assert all(found) and sum(map(len, found)) == len(samples) and len({key for part in found for key in part}) == len(samples)
+    merged = {key: values for part in found for key, values in part.items()}
+    for key, sample in zip(sorted(merged), samples, strict=True):
+        ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
+        logits = model(ids).logits[0, len(sample.prompt_ids) - 1:-1].detach() / world.TEMPERATURE
+        np.testing.assert_allclose(merged[key], torch.distributions.Categorical(logits=logits).entropy().numpy(), atol=1e-4)
+        assert merged[key].dtype == np.float32
+
+
 @pytest.mark.parametrize(("run", "export", "probe"), [("training", "export", "probe_six"), ("tied", "export_tied", "probe")])
 def test_export_reloads_with_equal_log_probs(runs, run, export, probe):
     from transformers import AutoModelForCausalLM

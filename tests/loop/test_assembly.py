@@ -11,12 +11,14 @@ from akl_dist.assembly import Assembly, needed_bytes, prompt_source
 from akl_dist.bookkeeping import checkpoint
 from akl_dist.bookkeeping.checkpoint import Checkpoint, CheckpointState
 from akl_dist.config.models import sizes
-from akl_dist.config.schema import Config, ModelConfig
+from akl_dist.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from akl_dist.contract.errors import CheckpointError
 from akl_dist.contract.records import Prompt
-from akl_dist.data.source import PromptSource
+from akl_dist.data.report import DataReport, SplitReport
+from akl_dist.data.source import LoadedData, PromptSource
 from akl_dist.loop import Progress
 
+EMPTY = SplitReport(0, 0, (), (), 0)
 PROMPTS = [Prompt(f"s/{i}", "s", "", (1, 2), "1") for i in range(8)]
 
 
@@ -24,16 +26,38 @@ def resumed(folder, state) -> Checkpoint:
     return Checkpoint(folder, 1, CheckpointState(1, "", {"policy_version": 1, "optimizer_steps": 1}, state, {}))
 
 
+LOADED = LoadedData(PROMPTS, [], DataReport("s", "none", EMPTY, EMPTY))
+CONFIG = Config(seed=3)
+
+
 def test_prompts_of_a_resumed_run(tmp_path):
-    before = PromptSource(PROMPTS, seed=3)
+    before = prompt_source(LOADED, None, CONFIG)
+    assert isinstance(before, PromptSource) and before.seed == 3
     before.take(3)
-    after = prompt_source(PROMPTS, resumed(tmp_path, before.state()), seed=3)
+    after = prompt_source(LOADED, resumed(tmp_path, before.state()), CONFIG)
     assert [p.prompt_id for p in after.take(3)] == [p.prompt_id for p in before.take(3)]
 
 
 def test_a_replays_checkpoint_without_its_replay(tmp_path):
     with pytest.raises(CheckpointError, match=r"replay.*expected .*prompt.*rollout\.replay"):
-        prompt_source(PROMPTS, resumed(tmp_path, {"replayed_steps": 1, "last_dump": 1}), seed=3)
+        prompt_source(LOADED, resumed(tmp_path, {"replayed_steps": 1, "last_dump": 1}), CONFIG)
+
+
+def test_prompts_of_a_mixture_go_by_weight(tmp_path):
+    """Three of four places for the source with weight 3, also after a resume; weights are part of what a checkpoint holds."""
+    sources = [Prompt(f"{name}/{i}", name, "", (1, 2), "1") for name in ("a", "b") for i in range(8)]
+    loaded = LoadedData(sources, [], DataReport("mixture", "none", EMPTY, EMPTY))
+
+    def config(weight):
+        mixture = {"a": {"recipe": "tiny", "weight": weight}, "b": {"recipe": "tiny"}}
+        return Config(data=DataConfig(recipe="mixture", mixture=mixture), rollout=RolloutConfig(prompts_per_step=8))
+
+    before = prompt_source(loaded, None, config(3))
+    assert sorted(prompt.source for prompt in before.take(8)) == ["a"] * 6 + ["b"] * 2
+    after = prompt_source(loaded, resumed(tmp_path, before.state()), config(3))
+    assert [p.prompt_id for p in after.take(8)] == [p.prompt_id for p in before.take(8)]
+    with pytest.raises(CheckpointError, match="shares"):
+        prompt_source(loaded, resumed(tmp_path, before.state()), config(2))
 
 
 def saver(root, *, fails: OSError | None = None) -> Assembly:

@@ -12,7 +12,7 @@ from akl_dist.data.source import PromptSource
 from akl_dist.drawing import draw, has_spread
 from akl_dist.loop import Progress, train
 from akl_dist.spans import Spans
-from tests.loop.test_loop import PROMPTS, World, config
+from tests.loop.test_loop import PROMPTS, Stream, World, config
 
 SAMPLING = Sampling(group_size=2, temperature=1.0, max_response_tokens=9, end_ids=(0,), seed_key=("train", 7, 3))
 STATUSES = {"+": Status.OK, "-": Status.WRONG, "0": Status.NO_ANSWER, "?": Status.TIMEOUT}
@@ -29,6 +29,7 @@ class Table:
         self.outcomes = {f"s/{i}": o for i, o in enumerate(outcomes)}
         self.prompts = [Prompt(name, "s", "", (1,), "1") for name in self.outcomes]
         self.position, self.seeds, self.asked, self.waiting, self.earlier = 0, [], [], [], []
+        self.streams, self.early = [], []
 
     def take(self, n):
         taken = [self.prompts[(self.position + i) % len(self.prompts)] for i in range(n)]
@@ -38,11 +39,19 @@ class Table:
     def state(self):
         return {"position": self.position}
 
-    def sample(self, prompts, sampling):
+    def sample(self, prompts, sampling, finished):
         self.seeds.append(sampling.seed_key)
         self.asked.append([p.prompt_id for p in prompts])
         lengths = {p.prompt_id: int(p.prompt_id[2:]) + 1 for p in prompts}
-        return [RolloutGroup(p, (lengths[p.prompt_id],) * 2, ("stop",) * 2, 0, "e", None) for p in prompts]
+        groups = [RolloutGroup(p, (lengths[p.prompt_id],) * 2, ("stop",) * 2, 0, "e", None) for p in prompts]
+        for group in reversed(groups):  # the last prompt's ends first
+            self.early.append([group.prompt.prompt_id, len(self.streams[-1].added)])
+            finished([group])
+        return groups
+
+    def stream(self):
+        self.streams.append(Stream(self.submit))
+        return self.streams[-1]
 
     def submit(self, groups):
         self.waiting.append(groups)
@@ -75,6 +84,15 @@ def test_without_rounds_the_graders_go_on_working():
     assert len(table.waiting) == 1, "judged() alone waits for them"
     assert [g.prompt_id for g in drawing.judged()] == ["s/0", "s/1"] and not table.waiting
     assert drawing.metrics == {} and drawing.left_out == () and table.seeds == [("train", 7, 3)]
+
+
+def test_groups_are_judged_as_they_end():
+    """Prompt s/2 ends first; it is with the graders before s/1 has ended. The verdicts come in the order of the prompts."""
+    table = Table("+-", "++", "-+")
+    names, _ = table.draw(count=3, rounds=0)
+    assert table.early == [["s/2", 0], ["s/1", 1], ["s/0", 2]] and names == ["s/0", "s/1", "s/2"]
+    names, _ = (table := Table("+-", "++", "-+")).draw(count=2, rounds=1)
+    assert len(table.streams) == 2 and names == ["s/0", "s/2"], "further draws are streamed, too, as batches of their own"
 
 
 def test_slots_are_refilled_in_order():

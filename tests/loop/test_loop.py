@@ -24,6 +24,20 @@ from akl_dist.loop import Progress, Run, Stages, train
 PROMPTS = [Prompt(f"s/{i}", "s", "", (1, 2), "1") for i in range(8)]
 
 
+class Stream:
+    """A batch under judgement: what was added while it was sampled must be the very groups that the ticket names."""
+
+    def __init__(self, submit) -> None:
+        self.submit, self.added = submit, []
+
+    def add(self, groups):
+        self.added += groups
+
+    def ticket(self, order):
+        assert sorted(map(id, self.added)) == sorted(map(id, order))
+        return self.submit(order)
+
+
 class World:
     """Every stage in one object; ``calls`` is what the loop asked for, in order."""
 
@@ -44,11 +58,17 @@ class World:
     def state(self):
         return {"position": self.position}
 
-    def sample(self, prompts, sampling):
+    def sample(self, prompts, sampling, finished=lambda groups: None):
         self.calls.append("sample")
         self.seeds.append(sampling.seed_key)
         size = sampling.group_size
-        return [RolloutGroup(p, (3,) * size, ("stop",) * size, self.version, "e", None) for p in prompts]
+        groups = [RolloutGroup(p, (3,) * size, ("stop",) * size, self.version, "e", None) for p in prompts]
+        for group in reversed(groups):
+            finished([group])
+        return groups
+
+    def stream(self):
+        return Stream(self.submit)
 
     def submit(self, groups):
         self.calls.append("submit")

@@ -6,7 +6,7 @@ import pytest
 
 from akl_dist.config.resolve import kl_roles
 from akl_dist.config.schema import KLConfig
-from akl_dist.recorder import CONSTANT_REWARD_STEPS, QUIET_KL_STEPS, Alarms
+from akl_dist.recorder import CONSTANT_REWARD_STEPS, QUIET_KL_STEPS, Alarms, vote_report
 
 BOTH = KLConfig()  # both roles have a beta
 
@@ -68,9 +68,24 @@ def test_the_key_that_is_named_is_the_one_that_acts():
 def test_likelihood_ratios_of_the_votes_by_hand():
     """Votes (position, entropy, verifier): 8 tokens 000, 2 of 010, 1 of 011, 1 of 111. Answer: the last two. P(entropy | answer) is
     1, P(entropy | reasoning) 2/10: 5; nobody else ever votes on reasoning."""
-    said = lines_of([votes(8, 0, 2, 1, 0, 0, 0, 1)] * 3)
-    assert said == ["role votes, P(vote | answer) / P(vote | reasoning): position never on reasoning, entropy 5.0, "
-                    "verifier never on reasoning"]
+    (said,) = lines_of([votes(8, 0, 2, 1, 0, 0, 0, 1)] * 3)
+    assert said.splitlines()[-1] == ("  P(vote | answer) / P(vote | reasoning): position never on reasoning, entropy 5.0, "
+                                     "verifier never on reasoning")
+
+
+def test_the_agreement_table_by_hand():
+    """The same votes. Position and entropy agree on 000 and 111: 9 of 12; position and verifier on all but 011, entropy and
+    verifier on all but 010."""
+    said = vote_report(1, (8, 0, 2, 1, 0, 0, 0, 1)).splitlines()
+    assert said[0] == "role votes of step 1: 2 of 12 tokens have two votes or more"
+    assert said[1].split() == ["position", "entropy", "verifier", "tokens", "share"]
+    rows = [line.split() for line in said[2:10]]
+    assert [row[:3] for row in rows[:4]] == [[*"..."], [*"x.."], [*".x."], [*"..x"]]
+    assert {"".join(row[:3]): (int(row[3]), row[4]) for row in rows if row[3] != "0"} == {
+        "...": (8, "66.7"), ".x.": (2, "16.7"), ".xx": (1, "8.3"), "xxx": (1, "8.3")}
+    assert said[10] == ("  the same vote on a token: position and entropy 75.0%, position and verifier 91.7%, "
+                        "entropy and verifier 83.3%")
+    assert len(said) == 12 and max(map(len, said)) < 120 and "\n".join(said).isascii()
 
 
 def test_a_vote_that_does_not_tell_the_roles_apart_is_warned_about():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from akl_dist.contract.records import (
     Status,
     SyncReport,
     TrainingGroup,
+    Turns,
     Verdict,
 )
 from akl_dist.summaries import (
@@ -66,6 +68,10 @@ def test_roles():
     metrics = roles_metrics([group("a", (OK, NONE), answer=(2, 0), votes=(5, 0, 1, 0, 0, 0, 0, 2))])
     assert metrics["roles/answer_fraction"] == 0.25 and metrics["roles/vote_agreement"] == 7 / 8
     assert metrics["roles/answer_span_tokens"] == 2.0 and metrics["roles/votes_010"] == 1
+    pairs = {name: metrics[f"roles/agreement_{name}"] for name in ("position_entropy", "position_verifier", "entropy_verifier")}
+    assert pairs == {"position_entropy": 7 / 8, "position_verifier": 1.0, "entropy_verifier": 7 / 8}
+    assert metrics["roles/likelihood_ratio_entropy"] == 6.0, "1 over 1/6"
+    assert "roles/likelihood_ratio_position" not in metrics, "no such vote on reasoning: undefined"
 
 
 def test_no_verdict_is_no_reward():
@@ -117,12 +123,44 @@ def test_evaluation_of_several_sources():
     assert [line.split(":")[0].strip() for line in rest] == ["a", "b"] and "avg@2 25.0 %" in rest[0]
 
 
+def test_majority_by_source():
+    """Majorities 1 and 1/2 of source a (no value where nothing is decided), 0 of b: 3/4 and 0, and none of their mixture."""
+    groups = [replace(group(name, (OK, WRONG), source=name[0]), judged=replace(group(name, (OK, WRONG)).judged, majority=value))
+              for name, value in (("a/1", 1.0), ("b/1", 0.0), ("a/2", 0.5), ("a/3", None))]
+    e = evaluation_of(groups)
+    assert (e.metrics()["evaluate/a/maj_at_k"], e.metrics()["evaluate/b/maj_at_k"]) == (0.75, 0.0)
+    assert e.maj_at_k is None and Evaluation.from_dict(json.loads(json.dumps(e.to_dict()))) == e
+    assert evaluation_of(groups[:1]).maj_at_k == 1.0
+
+
+def test_conversations():
+    """Two responses of 4 + 3 + 2 and 5 sampled, observed, sampled tokens: 11 sampled; one of three turns void; one call, failed."""
+    turns = (Turns((4, 3, 2), void=(0,), left_out=(0,), calls=1, failed_calls=1), Turns((5,), fault="the worker died"))
+    one = RolloutGroup(Prompt("p", "s", "", (1,), "1"), (9, 5), ("stop", "turns"), 0, "e", None, turns)
+    metrics = rollout_metrics([one], seconds=2.0, discarded={})
+    assert one.sampled_lengths == (6, 5)
+    assert metrics == {
+        "rollout/tokens": 11, "rollout/response_tokens_mean": 5.5, "rollout/truncated_fraction": 0.5, "rollout/tokens_per_s": 5.5,
+        "rollout/turns_mean": 1.5, "rollout/tool_calls_mean": 0.5, "rollout/tool_failed_fraction": 1.0,
+        "rollout/void_turn_fraction": pytest.approx(1 / 3), "rollout/observation_tokens_mean": 1.5,
+        "rollout/environment_fault_fraction": 0.5}
+    quiet = replace(one, turns=(Turns((9,)), Turns((5,))))
+    assert "rollout/tool_failed_fraction" not in rollout_metrics([quiet], seconds=2.0, discarded={}), "no call, no share of calls"
+    labelled = LabelledGroup(one, group("p", (OK, WRONG)).judged, ReferenceGroup("p", (0.0,) * 2, (0.7, 0.7), None), (1, 0),
+                             (0,) * 8, None)
+    e = evaluation_of([labelled])
+    assert (e.response_tokens, e.truncated_fraction) == (5.5, 0.5)
+    assert e.kl_per_token == pytest.approx(1.4 / 7), "over the 2 + 5 tokens that count"
+    assert roles_metrics([labelled])["roles/answer_fraction"] == pytest.approx(1 / 7)
+
+
 def test_evaluation_of_one_source_keeps_its_form():
     e = evaluation_of([group("s/1", (OK, WRONG))])
     assert e.data_set == "s" and set(e.by_source) == {"s"} and "\n" not in e.text()
     stored = e.to_dict()
     assert (stored["accuracy"], stored["by_source"]["s"]["accuracy"]) == (0.5, 0.5)
-    older = {key: value for key, value in stored.items() if key != "by_source"}  # a checkpoint written before the field
+    assert "evaluate/s/maj_at_k" not in e.metrics(), "answers that do not vote have no majority"
+    older = {key: value for key, value in stored.items() if key not in ("by_source", "maj_at_k")}  # an older checkpoint's
     assert Evaluation.from_dict(older).metrics() == e.metrics()
 
 

@@ -46,6 +46,7 @@ def test_groups_are_kept_for_their_raw_outcome():
     assert keep_group([True, False]) and keep_group([None, False, True])
     for flat in ([], [None, None], [True, True], [False, False, None], [True, None]):
         assert not keep_group(flat)
+    assert keep_group([0.2, 0.3, None]) and not keep_group([0.2, 0.2]), "a verifier's own numbers are outcomes, too"
 
 
 # --- KL in the reward -----------------------------------------------------------------------------------------------

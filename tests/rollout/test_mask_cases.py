@@ -12,9 +12,29 @@ import pytest
 from akl_dist.contract.errors import RunError
 from akl_dist.contract.records import Prompt, Sampling
 from akl_dist.learner.batch import Sample, pack
-from akl_dist.rollout.engine import RolloutEngine
+from akl_dist.rollout.sampler import Sampler
 
 ROWS = {row["id"]: row for row in map(json.loads, (Path(__file__).parent / "data" / "mask_cases.jsonl").read_text().splitlines())}
+
+
+class OneReply:
+    """Stands for vLLM's engine: one reply to one request."""
+
+    def __init__(self, output):
+        self.output = output
+
+    def add_request(self, request_id, prompt, params):
+        self.reply = SimpleNamespace(
+            request_id=request_id, finished=True, prompt_token_ids=prompt["prompt_token_ids"], outputs=[self.output])
+
+    def step(self):
+        return [self.reply]
+
+    def has_unfinished_requests(self):
+        return False
+
+    def abort_request(self, request_ids):
+        pass
 
 
 def accepted(ids, logps, reason, end_ids, limit):
@@ -24,11 +44,11 @@ def accepted(ids, logps, reason, end_ids, limit):
     flat = FlatLogprobs(start_indices=list(range(len(logps))), end_indices=list(range(1, len(logps) + 1)),
                         token_ids=list(ids[:len(logps)]), logprobs=list(logps), ranks=[1] * len(logps),
                         decoded_tokens=[None] * len(logps))
-    engine = RolloutEngine.__new__(RolloutEngine)  # its constructor starts vLLM
-    engine.name, engine.vocab_size = "rollout/test/0", 16
-    reply = SimpleNamespace(outputs=[SimpleNamespace(token_ids=list(ids), logprobs=flat, finish_reason=reason)])
+    engine = OneReply(SimpleNamespace(token_ids=list(ids), logprobs=flat, finish_reason=reason))
+    sampler = Sampler(SimpleNamespace(llm_engine=engine), name="rollout/test/0", vocab_size=16)
     sampling = Sampling(group_size=1, temperature=1.0, max_response_tokens=limit, end_ids=tuple(end_ids), seed_key=(0,))
-    return engine._response(reply, Prompt("s/0", "s", "", (1,), "1"), sampling)
+    (((_, group),),) = sampler.stream([Prompt("s/0", "s", "", (1,), "1")], sampling)
+    return group.arrays.token_ids, group.arrays.logp, group.finish_reasons[0]
 
 
 def loss_mask(ids, width):

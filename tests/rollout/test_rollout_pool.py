@@ -14,41 +14,39 @@ pytestmark = pytest.mark.stack
 import akl_dist.rollout.pool as pool_module  # noqa: E402
 from akl_dist.cluster.gather import Part, fetch, gather  # noqa: E402
 from akl_dist.contract.errors import ActorDied, DeadlineExceeded, ModelError  # noqa: E402
-from akl_dist.contract.records import Prompt, RolloutArrays, Sampling  # noqa: E402
-from akl_dist.rollout.engine import SampledGroup  # noqa: E402
+from akl_dist.contract.records import Prompt, RolloutArrays, Sampling, Turns  # noqa: E402
 from akl_dist.rollout.launch import EngineSettings  # noqa: E402
 from akl_dist.rollout.pool import RolloutActor, RolloutPool  # noqa: E402
+from akl_dist.rollout.sampler import SampledGroup  # noqa: E402
 
 SETTINGS = EngineSettings(model_path="unused", dtype="float32", max_model_len=32)
 SAMPLING = Sampling(group_size=2, temperature=1.0, max_response_tokens=4, end_ids=(1,), seed_key=(0,))
 
 
 class StandInEngine:
-    """Two responses per prompt: (prompt id, 1) and (prompt id, prompt id, 1). Prompt ids 66, 67 and 68 fail in their ways."""
+    """Two responses per prompt: (prompt id, 1) and (prompt id, prompt id, 1), the last prompt's first, each in a list of its own.
+    Prompt ids 66, 67 and 68 fail in their ways; 69 lets a second pass, and others with it."""
 
     policy_version = 5
 
     def __init__(self):
         self.effective = {"dtype": "float32"}
 
-    def sample(self, prompts, sampling):
-        for prompt in prompts:
+    def stream(self, prompts, sampling, every_s):
+        for index, prompt in reversed(list(enumerate(prompts))):
             if prompt.token_ids == (66,):
                 raise ModelError("engine", got="a", expected="b", remedy="c", stage="rollout")
             if prompt.token_ids == (67,):
                 os._exit(1)
             if prompt.token_ids == (68,):
                 time.sleep(30)
-        return [
-            SampledGroup(
-                RolloutArrays(
-                    np.array([p.token_ids[0], 1, p.token_ids[0], p.token_ids[0], 1], np.int32), np.full(5, -0.5, np.float32)
-                ),
-                (2, 3),
-                ("stop", "stop"),
-            )
-            for p in prompts
-        ]
+            if prompt.token_ids == (69,):
+                time.sleep(1.0)
+            (first,) = prompt.token_ids
+            ids = np.array([first, 1, first, first, 1], np.int32)
+            arrays = RolloutArrays(ids, np.full(5, -0.5, np.float32))
+            turns = (Turns((2,)), Turns((1, 1, 1), calls=1)) if first == 70 else ()
+            yield [(index, SampledGroup(arrays, (2, 3), ("stop", "stop"), turns))]
 
     def close(self):
         pass
@@ -107,6 +105,28 @@ def test_prompts_are_dealt_in_turn_and_come_back_in_order(make):
     assert [g.prompt.prompt_id for g in pool.sample(prompts(11), SAMPLING)] == ["p/11"]  # fewer prompts than engines
     assert pool.busy_s["rollout/test0/1"] == 0.0
     assert pool.sample([], SAMPLING) == []
+
+
+def test_groups_come_while_others_are_sampled(make):
+    """The second engine's only prompt takes a second. Of the first engine's two, the last one ends first."""
+    pool = make(2)
+    gather(pool.ready(), timeout_s=60, stage="rollout", doing="starting")
+    came, begin = [], time.monotonic()
+    groups = pool.sample(prompts(11, 69, 70), SAMPLING, lambda some: came.append((some, time.monotonic() - begin)))
+    assert [group.prompt.prompt_id for group in groups] == ["p/11", "p/69", "p/70"]
+    order = [group for some, _ in came for group in some]
+    assert [group.prompt.prompt_id for group in order] == ["p/70", "p/11", "p/69"]
+    assert came[1][1] < 0.9 < came[2][1], "two groups were there before the third had ended"
+    assert {id(group) for group in order} == {id(group) for group in groups}, "the very groups of the result"
+    assert groups[2].turns == (Turns((2,)), Turns((1, 1, 1), calls=1)) and groups[0].turns == ()
+    assert 0.9 < pool.busy_s["rollout/test0/1"] < 5 and pool.busy_s["rollout/test0/0"] < 0.9
+
+
+def test_an_engine_that_dies_in_the_middle_is_named(make):
+    pool, came = make(2), []
+    with pytest.raises(ActorDied, match="rollout/test0/1"):
+        pool.sample(prompts(11, 67, 12, 14), SAMPLING, came.extend)
+    assert "p/14" in [group.prompt.prompt_id for group in came], "it had delivered a group before"
 
 
 def test_failures_name_the_engine(make):

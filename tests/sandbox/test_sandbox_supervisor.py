@@ -71,12 +71,12 @@ def test_a_restriction_that_does_not_hold_is_named(monkeypatch, breach, name):
     with Sandbox(modes=(MODES[0],)) as sandbox:
         if breach == "secret":
             run = sandbox._run
-            monkeypatch.setattr(sandbox, "_run", lambda a, f, i, li, env: run(a, f, i, li, env | {"AKL_TEST_SECRET": "x"}))
+            monkeypatch.setattr(sandbox, "_run", lambda a, f, i, li, env, _=None: run(a, f, i, li, env | {"AKL_TEST_SECRET": "x"}))
         elif breach == "user":
             sandbox.user += 1
         elif breach == "limit":
             run = sandbox._run
-            monkeypatch.setattr(sandbox, "_run", lambda a, f, i, li, env: run(a, f, i, replace(li, processes=60), env))
+            monkeypatch.setattr(sandbox, "_run", lambda a, f, i, li, env, _=None: run(a, f, i, replace(li, processes=60), env))
         with pytest.raises(SandboxFault) as caught:
             prove(sandbox)
     assert name in caught.value.got

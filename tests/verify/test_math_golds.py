@@ -32,7 +32,7 @@ LAST_OF_SEVERAL = {
 
 @pytest.fixture(scope="module")
 def pool():
-    with GraderPool(num_workers=1, timeout_s=10.0, judge="akl_dist.verify.rows:judge", probes=PROBES) as made:
+    with GraderPool(num_workers=2, timeout_s=10.0, judge="akl_dist.verify.rows:judge", probes=PROBES) as made:
         yield made
 
 

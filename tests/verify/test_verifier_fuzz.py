@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from akl_dist.contract.records import Status
 from akl_dist.verify.code_extract import STYLES, blocks, extract_program
+from akl_dist.verify.code_output import same_output
+from akl_dist.verify.code_tests import BadTests, plan_asserts, plan_check
 from akl_dist.verify.extract import extract, locate
 from akl_dist.verify.grader import GraderPool
 from akl_dist.verify.math import invalid_gold
@@ -257,10 +259,12 @@ def test_fences_of_programs(lines):
 )
 def test_extraction_is_fast_on_anything_repeated(piece):
     text = piece * (200_000 // len(piece))
-    start = time.perf_counter()
+    start = time.process_time()
     locate(text)
     extract(text + "\\boxed{7}")
-    assert time.perf_counter() - start < 5
+    for style in STYLES:
+        extract_program(text, style=style, entry_point="f", prompt="def f():\n", think_open=False)
+    assert time.process_time() - start < 8
 
 
 @given(st.text(max_size=60))
@@ -276,3 +280,105 @@ def test_a_number_is_read_whole_or_not_at_all(number, tail):
     quantity = parse_quantity(f"{number}{tail}")
     assert (quantity is not None) is (tail == "")
     assert quantity is None or quantity.value == number
+
+
+MARKERS = st.lists(
+    st.sampled_from([
+        "\\boxed{", "\\fbox{", "\\boxed 7", "}", "{", "\\}", "\\\\", "<answer>", "</answer>", "<think>", "</think>",
+        "#### ", "####", "The answer is ", "Answer: ", "**", "$", "$$", "\\(", "\\)", "\\text{and}", " or ", ", ", ".",
+        "\n", "\n\n", "Question: ", "7", "1/2", "x", "```", "```python\n", "~~~", "é", "\ud800", "\x00", "\r\n", "\u2028",
+        "🙂"
+    ]),
+    max_size=25,
+).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(MARKERS, st.booleans())
+def test_extraction_from_any_markers(text, think_open):
+    """Nothing raises; an answer is text of the final section, and the same each time; unfinished reasoning has none."""
+    for find in (locate, extract):
+        marker = find(text, think_open=think_open)
+        assert marker == find(text, think_open=think_open)
+        if marker is None:
+            continue
+        assert 0 <= marker.outer[0] <= marker.span[0] <= marker.span[1] <= marker.outer[1] <= len(text)
+        inside = text[slice(*marker.span)]
+        assert marker.answer == inside or all(part in inside for part in marker.answer.split(", ")), "a list of boxes"
+        assert marker.kind == "code" or marker.answer.strip() == marker.answer != ""
+        last = text.rfind("</think>")
+        assert marker.outer[0] >= last, "nothing comes from the reasoning"
+    if think_open and "</think>" not in text:
+        assert locate(text, think_open=True) is None
+
+
+TOKENS = st.lists(
+    st.sampled_from([
+        "1", "2", "10", "007", "3.5", ".5", "1,000", "2e3", "1e-2", "+", "-", "/", "\\cdot", "^", "^{2}", "!", "!!", "(",
+        ")", "{", "}", "\\frac{1}{3}", "\\sqrt{4}", "\\sqrt[3]{8}", "0.\\overline{3}", " ", "0"
+    ]),
+    min_size=1, max_size=9,
+).map("".join)
+
+
+def value_of(text):
+    """The exact value, None for what is no number, "large" for what is not evaluated."""
+    try:
+        quantity = parse_quantity(text)
+    except TooLarge:
+        return "large"
+    return None if quantity is None else quantity.value
+
+
+@settings(max_examples=500, deadline=None)
+@given(TOKENS)
+def test_number_grammar_agrees_with_itself(text):
+    """What is read as a number keeps its value in parentheses, negated, doubled, and with noise behind it is no number at all."""
+    start = time.perf_counter()
+    value = value_of(text)
+    assert time.perf_counter() - start < 1
+    if value is None or value == "large":
+        return
+    assert value_of(f"({text})") == value_of(f"{{{text}}}") == value_of(f" {text} ") == value or " " in text
+    if " " not in text:  # a blank may make a mixed number of a text as a whole, and of no part of it
+        assert value_of(f"-({text})") == -value and value_of(f"({text})-1") == value - 1
+        assert value_of(f"2\\cdot({text})") == 2 * value
+    assert value_of(f"{text}x") is None and value_of(f"({text}") is None
+
+
+LINES = st.lists(
+    st.sampled_from([
+        "assert f(1) == 2", "assert f(f(1)) in (1, 2)", "x = f(3)", "for k in range(3):", "    assert f(k) == k", "assert",
+        "import math", "import os, sys", "def check(candidate):", "    assert candidate(1) == 2", "class A(f): pass",
+        "lambda: f", "assert f == f", "del f", "try:", "except f: pass", "assert not f(1)", "f = 1", "assert (f := 3)",
+        "\x00", "(" * 120, "assert f(" + "[" * 60 + "]" * 60 + ") == 1", "async def g(): await f(1)", "from f import *",
+        "@f", "global f", "  x"
+    ]),
+    max_size=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LINES)
+def test_tests_are_planned_or_refused(lines):
+    """The parser of tests: a plan that has something to run, or BadTests; nothing else for any mixture of lines."""
+    text = "\n".join(lines)
+    for make in (
+        lambda: plan_asserts(lines, setup="", entry_point="f", prompt="", program=""),
+        lambda: plan_asserts([text], setup=text, entry_point="", prompt=text, program=text),
+        lambda: plan_check(text, entry_point="f", prompt="def f(x):\n", setup="", program=""),
+    ):
+        with contextlib.suppress(BadTests):
+            plan = make()
+            assert plan.checks or plan.test_run is not None
+
+
+OUTPUTS = st.lists(st.sampled_from([
+        "1", "1.0", "007", "7", "-0.0", "1e3", "1000.0", "a", "A", " ", "\n", "\r\n", "nan", ".5", "0.50", "\t"
+    ]),
+                   max_size=8).map("".join)
+
+
+@given(OUTPUTS, OUTPUTS)
+def test_outputs_are_compared_both_ways_alike(one, other):
+    assert same_output(one, one) and same_output(one, one + "\n\n") and same_output(one, other) is same_output(other, one)

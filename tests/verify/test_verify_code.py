@@ -20,7 +20,7 @@ from akl_dist.verify.code_rows import CodeJudges
 from akl_dist.verify.grader import GraderPool, Item
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "data" / "code_cases.jsonl").read_text().splitlines()]
-LIMITS = Limits(wall_s=2.0, cpu_s=2, memory_bytes=512 * MIB)
+LIMITS = Limits(wall_s=1.0, cpu_s=2, memory_bytes=512 * MIB)
 
 
 def isolated() -> bool:

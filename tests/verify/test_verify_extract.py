@@ -77,11 +77,11 @@ def test_never_raises_and_spans_hold(text):
 
 
 def test_cost_is_linear_in_hostile_text():
-    start = time.perf_counter()
+    start = time.process_time()
     for piece in ("\\boxed{", "\\boxed{1}", "{", "#### ", "answer: $$", "<answer>", "\\boxed{x" * 3 + "}" * 3, "```\n"):
         locate(piece * (60_000 // len(piece)))
     locate("\\boxed{" * 8000 + "1" + "}" * 8000)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_one_number_in_two_spellings_is_one_answer():

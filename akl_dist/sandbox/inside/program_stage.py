@@ -74,6 +74,18 @@ def answer(handler: Callable[[dict], dict], request: dict) -> dict:
             return {"raised": "an exception", "message": ""}
 
 
+def look_like(script: str) -> None:
+    """Have this process look to its program as if Python had been started with a script of the private folder."""
+    stages = os.environ.get("AKL_STAGES", "/akl")
+    sys.path[:] = [path for path in sys.path if path != stages and not path.startswith(f"{stages}/akl_dist")]
+    sys.path.insert(0, os.getcwd())
+    os.environ.pop("AKL_STAGES", None)
+    os.environ.pop("PYTHONPATH", None)
+    sys.argv = [script]
+    for name in [name for name in sys.modules if name.split(".")[0] == "akl_dist"]:
+        del sys.modules[name]
+
+
 def main() -> None:
     requests = fcntl.fcntl(3, fcntl.F_DUPFD_CLOEXEC, 10)
     replies = fcntl.fcntl(4, fcntl.F_DUPFD_CLOEXEC, 10)
@@ -81,13 +93,7 @@ def main() -> None:
     os.close(4)
     program = Program()
     handlers = {"load": program.load, "evaluate": program.evaluate, "apply": program.apply}
-    sys.path[:] = [path for path in sys.path if not path.startswith(os.environ.get("AKL_STAGES", "/akl"))]
-    sys.path.insert(0, os.getcwd())
-    os.environ.pop("AKL_STAGES", None)
-    os.environ.pop("PYTHONPATH", None)
-    sys.argv = ["/box/solution.py"]
-    for name in [name for name in sys.modules if name.split(".")[0] == "akl_dist"]:
-        del sys.modules[name]
+    look_like("/box/solution.py")
     read_message, write_message = codec.read_message, codec.write_message
     while (request := read_message(requests)) is not None:
         reply = answer(handlers[request["kind"]], request)
