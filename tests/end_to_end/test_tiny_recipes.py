@@ -84,7 +84,7 @@ def test_golden_metrics(runs, name):
 def test_methods_differ(runs):
     """The first step draws the same responses for all that keep every group and have the same data; what they compute differs.
     (At the reference every KL's gradient is 0, so recipes that differ in their KL alone differ in the second step.)"""
-    methods = [name for name in RECIPES if name not in ("tiny_dapo", "tiny_cokl", "tiny_continual")]
+    methods = [name for name in RECIPES if name not in ("tiny_dapo", "tiny_cokl", "tiny_continual", "tiny_tir")]
     assert len({runs[name][0]["learner/tokens"] for name in methods}) == 1
     norms = {tuple(round(row["learner/grad_norm"], 6) for row in runs[name]) for name in methods}
     assert len(norms) == len(methods), "two recipes compute the same gradients"
@@ -99,6 +99,15 @@ def test_dynamic_sampling_replaces_groups(runs):
         assert row["objective/overlong_penalty_mean"] > 0
     plain = runs["tiny_gspo"]
     assert sum(row["objective/zero_spread_group_fraction"] for row in plain) > 0, "without it some groups have no spread"
+
+
+def test_the_tool_is_called(runs):
+    """Conversations in a sandbox: some responses call it, none lost its environment, and only sampled tokens train."""
+    for row in runs["tiny_tir"]:
+        assert 0.3 < row["rollout/tool_calls_mean"] < 2 and 1 < row["rollout/turns_mean"] < 3
+        assert row["rollout/environment_fault_fraction"] == 0 and row["rollout/observation_tokens_mean"] > 1
+        assert row["learner/tokens"] == row["rollout/tokens"], "no verdict is missing, and what the tool wrote is not counted"
+        assert row["objective/rollout_mismatch_mean"] < 1e-4, "the learner sees the ids that the engine sampled after"
 
 
 def kept(rows: list[dict]) -> list[dict]:
