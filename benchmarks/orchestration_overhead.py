@@ -206,6 +206,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[StepTime], 
     with running(overrides, folder, say=_say) as run:
         from akl_dist.bookkeeping.console import Console
         from akl_dist.bookkeeping.journal import Journal
+        from akl_dist.config.resolve import kl_roles
         from akl_dist.loop import Progress, train
         from akl_dist.recorder import Alarms, StepRecorder
 
@@ -213,7 +214,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[StepTime], 
               closing(Journal(run.directory, tensorboard=run.config.journal.tensorboard)) as journal):
             bare.start()
             console = Console(options.steps, first_step=1)
-            alarms = Alarms(_say, kl_roles=("reasoning", "answer"))
+            alarms = Alarms(_say, kl_roles=kl_roles(run.config.objective.kl))
             recorder = Interleaver(StepRecorder(journal, console, run.assembly.dump, alarms), run, bare, folder, options.block)
             stages = dataclasses.replace(run.assembly.stages, verify=TimedVerify(run.assembly.stages.verify, recorder))
             train(run.run(recorder, stages=stages), Progress())
