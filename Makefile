@@ -13,11 +13,12 @@ export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install run test check bench clean
+.PHONY: help install run test lint check bench clean
 
 help:
 	@echo "make run     set up .venv, then train the embedded default (+exp=tiny); ARGS='seed=1' adds overrides"
 	@echo "make test    the whole test suite in the same environment; ARGS='-k roles' goes to pytest"
+	@echo "make lint    ruff and pyright"
 	@echo "make check   lint, types, architecture and configuration tests"
 	@echo "make bench   the benchmarks"
 	@echo "make install only set up .venv (EXTRA=cpu|gpu)"
@@ -40,12 +41,15 @@ run: install
 	@RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$$($(PY) -c 'import secrets; print(secrets.token_hex(32))') \
 	  $(PY) -m akl_dist.main +exp=tiny cluster.address=local $(ARGS)
 
+# Two processes: tests of the whole stack one after another in one, everything else beside them (tests/conftest.py).
 test: install
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 $(ARGS)
 
-check: install
+lint: install
 	$(PY) -m ruff check .
 	$(PY) -m pyright
+
+check: lint
 	$(PY) -m pytest -q tests/architecture tests/config
 
 bench: install

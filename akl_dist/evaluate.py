@@ -26,7 +26,7 @@ from akl_dist.config import typed
 from akl_dist.config.choices import GENERATED_RECIPES
 from akl_dist.config.command_line import ParsedCommand, check_command_line, help_text
 from akl_dist.config.compose import compose
-from akl_dist.config.mixture import verifiers
+from akl_dist.config.mixture import OWN_WORDS, verifiers
 from akl_dist.config.resolve import resolved_data
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import validate
@@ -78,6 +78,10 @@ def configuration(command: ParsedCommand) -> Config:
     chosen = any(text.lstrip("+").startswith(("exp=", "evaluate.num_problems=")) for text in command.overrides)
     if not chosen and config.data.recipe not in GENERATED_RECIPES:
         config = replace(config, evaluate=replace(config.evaluate, num_problems=None))
+    data = config.data
+    if data.recipe in OWN_WORDS and data.name is None and data.path is None and data.eval_path is None:
+        raise UserError("data.eval_path", got="null", expected=f"a file, or data.name, for data.recipe={data.recipe}",
+                        remedy="Write data.eval_path=FILE or data.name=HUB_NAME.", stage="config")
     validate(_without_training_limits(config))
     if config.evaluate.num_problems == 0:
         raise UserError("evaluate.num_problems", got="0", expected="at least 1, or null for all", stage="config",
@@ -279,18 +283,21 @@ class _Evaluation:
                  "truncated": truncated, "answer_span_tokens": span, "text": text, **ran}
                 for verdict, extracted, text, tokens, truncated, span in rows])
 
+    def _limit(self, benchmark: str) -> int:
+        """Tokens that a response may have: the run's limit, or that of the benchmark's source in a mixture."""
+        return max(one.max_response_tokens or self.config.rollout.max_response_tokens for one in self.loaded.evaluation
+                   if one.source == benchmark)
+
     def _protocol(self, benchmark: str, *, problems: int) -> Protocol:
         """How a benchmark was measured here, in the words of :mod:`akl_dist.published`."""
         from akl_dist.published import Protocol
 
         config, suffix = self.config, self.loaded.suffixes[benchmark]
         words = [part.strip() for part in (config.data.system_prompt or "", suffix) if part.strip()]
-        limits = [one.max_response_tokens or config.rollout.max_response_tokens for one in self.loaded.evaluation
-                  if one.source == benchmark]
         return Protocol(
             mode="non-thinking" if config.data.template_kwargs.get("enable_thinking") is False else "thinking", problems=problems,
             shots=0, samples=config.evaluate.samples, temperature=config.rollout.temperature, top_p=1.0, top_k=0,
-            presence_penalty=0.0, max_tokens=max(limits), prompt=" ".join(words), tools=config.rollout.tools.environment)
+            presence_penalty=0.0, max_tokens=self._limit(benchmark), prompt=" ".join(words), tools=config.rollout.tools.environment)
 
     def _conclude(self, samples: SampleFile) -> None:
         """evaluation.json and the table. Raises RunError unless every problem has every sample."""
@@ -311,15 +318,19 @@ class _Evaluation:
             "prompt": {"instruction": report.instruction, "system_prompt": config.data.system_prompt,
                        "example": self.loaded.evaluation[0].text, "prompts_sha256": self._identity()["prompts"]},
             "sampling": {"samples": config.evaluate.samples, "temperature": config.rollout.temperature,
-                         "max_response_tokens": config.rollout.max_response_tokens, "seed": config.evaluate.seed},
+                         "max_response_tokens": config.rollout.max_response_tokens,
+                         "max_response_tokens_of": {name: self._limit(name) for name in results}, "seed": config.evaluate.seed},
             "data": report.as_dict()["evaluation"], "samples": "samples.jsonl", "sandbox": job.weakest(samples.sandboxes),
             "benchmarks": {name: one.to_dict() for name, one in results.items()},
             "published": {name: one and one.to_dict() for name, one in against.items()}}, indent=2) + "\n")
         job.say("\n" + table(results) + "\n\n" + published_report(model, config.model.path, against))
         for name, one in results.items():
             if one.truncated_fraction > MANY_TRUNCATED:
-                job.say(f"warning: {100 * one.truncated_fraction:.0f} % of the responses on {name} end at the limit of "
-                        f"{config.rollout.max_response_tokens} tokens and count as no answer: raise rollout.max_response_tokens.")
+                limit, key = self._limit(name), "rollout.max_response_tokens"
+                if limit < config.rollout.max_response_tokens:
+                    key = "max_response_tokens of its source in data.mixture"
+                job.say(f"warning: {100 * one.truncated_fraction:.0f} % of the responses on {name} end at the limit of {limit} "
+                        f"tokens and count as no answer: raise {key}.")
         job.say(f"\nresult: {self.result}")
 
 

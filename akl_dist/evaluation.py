@@ -17,6 +17,7 @@ from akl_dist.contract.records import Status
 from akl_dist.verify.votes import majority
 
 LISTED = 5
+COLUMNS = 100  # of a terminal, for what is printed
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ def _share(flags: Any) -> float:
 
 
 def table(results: Mapping[str, BenchmarkResult]) -> str:
-    """The figures for people: one column per benchmark, per cent with standard errors."""
+    """The figures for people: one column per benchmark, per cent with standard errors; benchmarks that do not fit side by side go
+    below each other."""
     labels = ["problems", "samples a problem"]
     ks = sorted({k for one in results.values() for k in one.pass_at_k})
     labels += ["avg@k (%)", *(f"pass@{k} (%)" for k in ks), "maj@k (%)", "truncated (%)", "no answer (%)", "without verdict",
@@ -192,9 +194,24 @@ def table(results: Mapping[str, BenchmarkResult]) -> str:
                   ", ".join(f"{status} {count}" for status, count in one.undecided.items()) or "0",
                   f"{one.response_tokens:.1f}", f"{one.answer_span_tokens:.1f}"]
         columns.append(cells)
-    widths = [max(map(len, column)) for column in columns]
-    rows = ["  ".join(cell.ljust(width) if index == 0 else cell.rjust(width)
-                      for index, (cell, width) in enumerate(zip(row, widths, strict=True)))
+    blocks: list[list[list[str]]] = []
+    room = 0
+    for column in columns[1:]:
+        room -= _width(column) + 2
+        if room < 0:
+            blocks.append([columns[0]])
+            room = COLUMNS - _width(columns[0]) - _width(column) - 2
+        blocks[-1].append(column)
+    return "\n\n".join(map(_block, blocks))
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(map(len, column))
+
+
+def _block(columns: Sequence[Sequence[str]]) -> str:
+    rows = ["  ".join(cell.ljust(_width(column)) if index == 0 else cell.rjust(_width(column))
+                      for index, (cell, column) in enumerate(zip(row, columns, strict=True)))
             for row in zip(*columns, strict=True)]
     return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
 

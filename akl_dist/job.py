@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from akl_dist.data.source import LoadedData
     from akl_dist.loop import Progress
     from akl_dist.recorder import StepRecorder
+    from akl_dist.summaries import Evaluation
 
 INTERRUPTED_EXIT = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
@@ -69,6 +70,7 @@ def check(config: Config) -> None:
 def load_data(config: Config) -> LoadedData:
     """Both sides of the data, tokenised; no accelerator is touched before this has succeeded."""
     from akl_dist.data.hub import model_folder
+    from akl_dist.data.mixture import prompt_source_of
     from akl_dist.data.source import load
     from akl_dist.verify.golds import invalid_gold
 
@@ -77,6 +79,8 @@ def load_data(config: Config) -> LoadedData:
     loaded = load(resolved_data(config), model_folder(config.model.path), num_eval_problems=problems,
                   invalid_gold=invalid_gold(config.verify.kind), gold_checks=invalid_gold,
                   with_anchor=cokl.beta > 0 and cokl.prompts == "anchor_dataset")
+    if config.data.mixture and config.rollout.replay is None:  # its sources must be large enough for their shares of a step
+        prompt_source_of(loaded, config.data, config.seed, prompts_per_step=config.rollout.prompts_per_step)
     if len(loaded.train) < config.rollout.prompts_per_step:
         raise DataError("rollout.prompts_per_step", stage="data",
                         got=f"{config.rollout.prompts_per_step} with {len(loaded.train)} usable prompts",
@@ -287,7 +291,6 @@ class Attempt:
         say(f"{signal.Signals(number).name}: finishing what is under way, then saving")
 
     def _conclude(self, progress: Progress) -> int:
-        from akl_dist.bookkeeping.console import before_after_table
         from akl_dist.bookkeeping.curve import draw
         from akl_dist.bookkeeping.journal import read_metrics
         from akl_dist.summaries import activity_summary
@@ -297,7 +300,7 @@ class Attempt:
             return INTERRUPTED_EXIT[signal.Signals(self.signal or signal.SIGTERM)]
         seen = progress.evaluations
         if seen:
-            say("\n" + before_after_table(seen["initial"].to_dict(), seen["last"].to_dict()))
+            say("\n" + evaluation_tables(seen["initial"], seen["last"]))
         say(activity_summary(read_metrics(self.directory.metrics)))
         try:
             say(f"\nlearning curve: {draw(self.directory.root)}")
@@ -340,6 +343,17 @@ def weakest(forms: Iterable[str]) -> str | None:
     from akl_dist.sandbox.isolation import MODES
 
     return max((form for form in forms if form in MODES), key=MODES.index, default=None)
+
+
+def evaluation_tables(before: Evaluation, after: Evaluation) -> str:
+    """Before and after, a table for each source: benchmarks are never pooled."""
+    from akl_dist.bookkeeping.console import before_after_table
+
+    sources = [name for name in after.by_source if name in before.by_source]
+    if len(sources) < 2:
+        return before_after_table(before.to_dict(), after.to_dict())
+    return "\n\n".join(f"{name}\n{before_after_table(before.by_source[name].to_dict(), after.by_source[name].to_dict())}"
+                       for name in sources)
 
 
 def say(message: str) -> None:

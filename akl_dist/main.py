@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from akl_dist import job
 from akl_dist.config.command_line import ParsedCommand, check_command_line, help_text, sweep
-from akl_dist.config.compose import compose
+from akl_dist.config.compose import beaten_choices, compose
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import validate
 from akl_dist.contract.errors import AklError
@@ -33,12 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.help:
             job.say(help_text("akl_dist.main", EXAMPLE))
             return 0
-        configs = [compose(overrides) for overrides in jobs(command)]
+        overrides_of_jobs = jobs(command)
+        configs = [compose(overrides) for overrides in overrides_of_jobs]
+        notes = [note for job_, config in zip(overrides_of_jobs, configs, strict=True) for note in beaten_choices(job_, config)]
         if len(configs) > 1:  # a mistake in the last job shows before the first one starts
             for config in configs:
                 validate(config)
     except AklError as error:
         return complain(error, debug=debug)
+    for note in dict.fromkeys(notes):
+        job.say(f"note: {note}")
     codes = []
     for number, config in enumerate(configs, start=1):
         if len(configs) > 1:

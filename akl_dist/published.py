@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,7 +16,7 @@ from importlib import resources
 from pathlib import PurePath
 from typing import Any
 
-from akl_dist.evaluation import BenchmarkResult
+from akl_dist.evaluation import COLUMNS, BenchmarkResult
 
 DATA = "published_scores.toml"
 OURS_ALONE, BOTH = "ours, clustered by problem", "ours, clustered by problem, and the published score's, binomial"
@@ -83,10 +84,12 @@ class Comparison:
     def text(self) -> str:
         """For people: two or three lines."""
         one, error = self.published, self.standard_error
-        ours = f"ours {self.ours:.1f} %" + ("" if error is None else f" +- {error:.1f}") + f" ({self.metric})"
+        ours_alone = self.standard_error_of == OURS_ALONE
+        spread = "" if error is None else f" +- {error:.1f}"  # of ours, or with the published score's of the difference
+        ours = f"ours {self.ours:.1f} %{spread if ours_alone else ''} ({self.metric})"
         away = "no standard error" if self.z is None else f"{self.z:+.1f} standard errors ({self.standard_error_of})"
         lines = [f"{one.benchmark}: published {one.score:.1f} % ({one.metric}; {one.source}), {ours}: difference "
-                 f"{self.difference:+.1f} points, {away}"]
+                 f"{self.difference:+.1f}{'' if ours_alone else spread} points, {away}"]
         if self.differs:
             lines.append("  protocols differ: " + "; ".join(
                 f"{name} {_shown(here)} here, {_shown(there)} there" for name, here, there in self.differs))
@@ -96,7 +99,7 @@ class Comparison:
 
 
 def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else f"{value:g}"
+    return f"'{value}'" if isinstance(value, str) else f"{value:g}"
 
 
 @functools.cache
@@ -173,4 +176,10 @@ def report(model: str | None, path: str, comparisons: Mapping[str, Comparison | 
         return f"published scores: none on file for {path}"
     lines = [f"published scores of {model}" + ("" if model == path else f" (which {path} is taken for, by its name)")]
     lines += [f"{name}: no published score on file" if one is None else one.text() for name, one in comparisons.items()]
-    return "\n".join(lines)
+    return "\n".join(_wrapped(line) for line in "\n".join(lines).splitlines())
+
+
+def _wrapped(line: str) -> str:
+    """``line`` in at most ``COLUMNS``; what follows its first row is indented below it."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(line, COLUMNS, subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)

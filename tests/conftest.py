@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,24 @@ for key, value in {
 os.environ.pop("RAY_ADDRESS", None)
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+ALONE = ("end_to_end", "evaluation", "sandbox", "test_verify_leaks.py")
+"""Folders and files whose tests use the whole machine, or count what is left on it."""
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which need not be there
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several test processes the tests of ``ALONE`` run one after another in one of them; other files go to any, whole.
+    (The groups of pytest-xdist 3.8 do not work with the node ids of pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class WholeFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return "alone" if set(file.parts) & set(ALONE) else file.as_posix()
+
+    return WholeFiles(config, log)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from akl_dist.cluster.placement import ROLES, Layout
 from akl_dist.config import models
+from akl_dist.config.mixture import mixture_sources, shares, verifiers
 from akl_dist.config.resolve import kl_roles, resolved_objective
-from akl_dist.config.schema import Config, KLConfig
+from akl_dist.config.schema import Config, KLConfig, RolesConfig
 
 UNITS = {"rollout": "engine", "verify": "grader", "reference": "process", "critic": "ZeRO-3 rank",
          "learner": "ZeRO-3 rank"}
@@ -44,11 +45,37 @@ def _model_rows(config: Config) -> list[tuple[str, str]]:
         f"{_large(sizes.num_parameters)} parameters, {sizes.num_layers} layers, vocabulary {sizes.vocabulary:,}")
     return [
         ("model", f"{config.model.path} ({size}), {config.model.dtype}, engines {config.rollout.dtype}"),
-        ("data", f"{config.data.recipe}" + (f" from {config.data.path or config.data.name}" if config.data.path or config.data.name
-                                            else "")),
+        ("data", _data(config)),
+        ("verifier", _verifier(config)),
         *_objective_rows(config),
-        ("token roles", config.roles.rule),
+        ("token roles", _roles(config)),
     ]
+
+
+def _data(config: Config) -> str:
+    data = config.data
+    if data.mixture:
+        return ", ".join(f"{name} {float(share):.0%}" for name, share in shares(mixture_sources(data.mixture)).items())
+    return data.recipe + (f" from {data.path or data.name}" if data.path or data.name else "")
+
+
+def _verifier(config: Config) -> str:
+    verify, tools = config.verify, config.rollout.tools
+    own = verify.custom or verify.http_url
+    what = ", ".join(sorted(verifiers(config))) + (f" ({own})" if own else "")
+    terms = "".join(f" + {term['weight']:g} {name}" for name, term in verify.terms.items())
+    with_tools = f"; conversations with {tools.environment}, at most {tools.max_turns} answers" if tools.environment else ""
+    return what + terms + with_tools
+
+
+def _roles(config: Config) -> str:
+    """The rule, and what differs from the default way of voting."""
+    roles, default = config.roles, RolesConfig()
+    names = [name for name in ("position", "entropy_source") if getattr(roles, name) != getattr(default, name)]
+    others = {name: getattr(roles, name) for name in names}
+    if "code" in verifiers(config):
+        others["code_answer"] = roles.code_answer
+    return roles.rule + (f" ({', '.join(f'{name} {value}' for name, value in others.items())})" if others else "")
 
 
 def _objective_rows(config: Config) -> list[tuple[str, str]]:

@@ -161,8 +161,7 @@ class _Checker:
         return None
 
     def _is_known(self, key: str) -> bool:
-        free = {key, key.rpartition(".")[0]} & typed.free_form()
-        return bool(free) or key in typed.hints() or key in typed.sections() or key in self.choices
+        return bool(typed.free_form_of(key)) or key in typed.hints() or key in typed.sections() or key in self.choices
 
     def _instead(self, key: str) -> str:
         """What to write instead of ``~key``."""
@@ -170,7 +169,7 @@ class _Checker:
             return f"Every group has a choice: write {key}=CHOICE, one of {', '.join(self.choices[key])}."
         if key in typed.sections():
             return f"A group of keys always exists: set its keys: {_below(key)}."
-        free = next(iter({key, key.rpartition(".")[0]} & typed.free_form()), None)
+        free = typed.free_form_of(key)
         if free is not None:
             return f"Write {free}={{name: value, ...}} for the whole dictionary ({free}={{}} empties it)."
         return "Every key exists already: set it (key=value or key=null)."
@@ -188,8 +187,7 @@ class _Checker:
 
     def _key(self, override: Override) -> str | None:
         key, line = override.key_or_group, override.input_line or ""
-        parent = key.rpartition(".")[0]
-        if parent in typed.free_form():
+        if typed.free_form_of(key) not in (None, key):
             return line  # names inside are free here; validate() knows which exist
         if key in typed.sections():
             return self._section(key, override)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -75,7 +76,7 @@ def _split_free_form(overrides: Sequence[str]) -> tuple[list[str], list[Override
     shared, own = [], []
     for line, override in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
         key = override.key_or_group
-        is_own = {key, key.rpartition(".")[0]} & typed.free_form() or key in NAMED_BY.values()
+        is_own = typed.free_form_of(key) or key in NAMED_BY.values()
         if is_own and not override.is_delete() and not override.is_sweep_override():
             own.append(override)
         else:
@@ -142,6 +143,39 @@ def compose(overrides: Sequence[str]) -> Config:
         raise ConfigError(problems)
     said = any(override.lstrip("+").startswith("verify.kind=") for override in overrides)
     return config if said else with_implied_kind(config)
+
+
+def beaten_choices(overrides: Sequence[str], config: Config) -> list[str]:
+    """Keys of a group chosen on the command line that have another value all the same, because the experiment's own file sets them
+    (Hydra puts ``+exp`` over every group): one sentence for each group, empty where all is as chosen."""
+    found, choices = [], group_choices()
+    given = [override.partition("=")[0].lstrip("+") for override in overrides]
+    for override in overrides:
+        group, _, choice = override.partition("=")
+        if group == "exp" or choice not in choices.get(group, ()):
+            continue
+        text = (conf_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8")
+        prefix = "" if "@package _global_" in text else group.replace("/", ".") + "."
+        wanted = {prefix + key: value for key, value in _scalars(yaml.safe_load(text) or {}) if prefix + key in typed.hints()}
+        beaten = {key: typed.value_of(config, key) for key, value in wanted.items()
+                  if key not in given and typed.value_of(config, key) != value}
+        if beaten:
+            values = ", ".join(f"{key}={value} (not {wanted[key]})" for key, value in beaten.items())
+            found.append(f"{override}: the experiment's own file keeps {values}; write the keys out to change them.")
+    return found
+
+
+def _scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}.")
+        elif name != "defaults" and not (isinstance(value, str) and "${" in value):
+            yield prefix + name, float(value) if _is_number_text(value) else value
+
+
+def _is_number_text(value: Any) -> bool:
+    """YAML 1.1 reads 1e-3 as text; OmegaConf as a number."""
+    return isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) is not None
 
 
 def to_yaml(config: Config) -> str:

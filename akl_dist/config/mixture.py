@@ -89,7 +89,8 @@ def verifiers(config: Config) -> frozenset[str]:
 def from_hub(data: DataConfig) -> list[str]:
     """Names of recipes or sources whose rows come from the hub."""
     alone = [(data.recipe, data.recipe, data.path)]
-    mixed = [(one.source, one.recipe, one.path) for one in read_mixture(data.mixture)[0]]
+    mixed = [(one.source, one.recipe, one.path or (one.eval_path if one.weight == 0 else None))
+             for one in read_mixture(data.mixture)[0]]
     return [label for label, recipe, path in mixed or alone if recipe not in GENERATED_RECIPES and path is None]
 
 

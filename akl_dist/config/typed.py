@@ -57,6 +57,15 @@ def free_form() -> frozenset[str]:
     return frozenset(path for path, hint in hints().items() if typing.get_origin(hint) is dict)
 
 
+def free_form_of(key: str) -> str | None:
+    """The free-form dictionary that ``key`` names or lies in (``data.mixture`` for ``data.mixture.gsm8k.weight``), or None."""
+    while key:
+        if key in free_form():
+            return key
+        key = key.rpartition(".")[0]
+    return None
+
+
 def _walk(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, hint in typing.get_type_hints(cls).items():
         yield prefix + name, hint

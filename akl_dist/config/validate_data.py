@@ -20,6 +20,9 @@ RESERVED = ("add_generation_prompt", "bos_token", "chat_template", "continue_fin
 """What the template is always given, or what changes more than its text; not to be set by ``data.template_kwargs``."""
 
 
+_SPELLED = {"true": True, "yes": True, "false": False, "no": False}
+
+
 def data_problems(config: Config) -> Problems:
     """Every rule of this module."""
     yield from _template_kwargs(config)
@@ -67,6 +70,9 @@ def _template_kwargs(config: Config) -> Problems:
             yield problem(key, name, "the name of a variable of the chat template", "Rename it (enable_thinking, for example).")
         elif name in RESERVED:
             yield problem(key, value, "another name: this one is set here for every prompt", "Leave it out.")
+        elif isinstance(value, str) and value.casefold() in _SPELLED:
+            yield problem(key, value, "true or false: a template takes any text for true", f"Write {key}="
+                          f"{str(_SPELLED[value.casefold()]).lower()}.")
         elif not _plain(value):
             yield problem(key, value, "text, a finite number, true, false, null, or lists and dictionaries of them",
                           f"Give {name} such a value.")
@@ -124,6 +130,9 @@ def _places(source: MixtureSource, key: str) -> Problems:
             source.weight > 0 or source.eval_path is None):
         yield problem(f"{key}.path", None, f"a file, or name, for recipe {source.recipe}", "Write path: FILE or name: HUB_NAME.",
                       DataError)
+    elif source.weight == 0 and source.eval and source.path is not None and source.eval_path is None:
+        yield problem(f"{key}.eval_path", None, "a file for a source of weight 0, which is only evaluated: nothing reads its path",
+                      f"Write eval_path: {source.path} if these are the problems to evaluate.", DataError)
 
 
 def _cokl(config: Config) -> Problems:

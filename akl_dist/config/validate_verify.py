@@ -24,6 +24,7 @@ TERM_KINDS = ("math", "code", "custom", "http", "format")
 HTTP_KEYS = ("http_url", "http_timeout_s", "http_retries", "http_token_env")
 TERM_KEYS = ("weight", "unbounded", "kind", "custom", "signature", *HTTP_KEYS)
 MAX_RETRIES = 10
+MAX_WEIGHT = 1e30  # rewards stay finite in single precision
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _TERM = re.compile(r"[A-Za-z_]\w*")
@@ -69,6 +70,21 @@ def verify_warnings(config: Config) -> Iterator[str]:
         if isinstance(term, Mapping) and term.get("unbounded") is True:
             yield (f"verify.terms.{name}.unbounded=true: nothing keeps a wrong response with much of {name} from a higher reward "
                    "than a right one.")
+    yield from _order_warnings(config)
+
+
+def _order_warnings(config: Config) -> Iterator[str]:
+    """Where the bound on the weights does not keep wrong responses below right ones: it counts on a verdict of 1 and 0."""
+    bounded = sum(abs(term["weight"]) for term in config.verify.terms.values() if isinstance(term, Mapping)
+                  and type(term.get("weight")) in (int, float) and term.get("unbounded") is not True)
+    scored = sorted(verifiers(config) & {"custom", "http"})
+    if bounded and scored:
+        yield (f"verify.terms beside kind {' and '.join(scored)}: a right response stays above every wrong one only where "
+               f"the scores of right and wrong lie more than {bounded:g} apart, the sum of the weights.")
+    penalty = config.objective.overlong_penalty if config.objective.overlong_buffer_tokens else 0.0
+    if bounded and penalty and bounded + penalty > 1:
+        yield (f"verify.terms (sizes {bounded:g} in sum) beside objective.overlong_penalty={penalty:g}: a "
+               "right response near the length limit can get less than a short wrong one; together they should be at most 1.")
 
 
 def _function(key: str, path: Any) -> Problems:
@@ -145,8 +161,9 @@ def _term(key: str, name: str, term: Any) -> Problems:
         yield UserError(f"{key}.{unknown}", got="an unknown key", expected=f"one of {', '.join(TERM_KEYS)}", stage="config",
                         remedy=f"Write {close}." if close else "Leave it out.")
     weight = term.get("weight")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight == 0:
-        yield problem(f"{key}.weight", weight, "a number other than 0", "Write weight: 0.1 (negative for a penalty).")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < abs(weight) <= MAX_WEIGHT:
+        yield problem(f"{key}.weight", weight, "a number other than 0, of a size that rewards can have",
+                      "Write weight: 0.1 (negative for a penalty).")
     if not isinstance(term.get("unbounded", False), bool):
         yield problem(f"{key}.unbounded", term["unbounded"], "true or false", "Leave it out for a term from 0 to 1.")
     kind = term_kind(name, term)

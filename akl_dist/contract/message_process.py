@@ -16,9 +16,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from akl_dist.contract.errors import DeadlineExceeded
 from akl_dist.sandbox.inside import codec
 
 CHUNK = 1 << 16
+MAX_MESSAGE = 64 << 20
 LOG_LIMIT = 16 << 20  # bytes of stderr kept for the cause of a death
 REAP_S = 30.0
 
@@ -34,6 +36,7 @@ class MessageProcess:
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, environment: Mapping[str, str], cwd: str) -> None:
+        self._module = module
         self._log = tempfile.TemporaryFile(prefix="child-stderr-")  # noqa: SIM115 (lives as long as the child)
         fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)
         try:
@@ -51,10 +54,16 @@ class MessageProcess:
         os.set_blocking(self.reads_from, False)
         os.set_blocking(self.writes_to, False)
         self.outgoing, self._incoming = bytearray(), bytearray()
+        self.received = 0
+        """Bytes that have come so far."""
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
 
     def send(self, message: Any) -> None:
         """Queue a message; :meth:`flush` moves it."""
@@ -84,24 +93,34 @@ class MessageProcess:
             if not data:
                 return False
             self._incoming += data
+            self.received += len(data)
 
     def messages(self) -> list[Any]:
-        """Take the complete messages that have come, oldest first."""
+        """Take the complete messages that have come, oldest first.
+
+        Raises:
+            ValueError: the oldest is no message. One behind others is left for the next call.
+        """
         taken, at = [], 0
         while len(self._incoming) >= at + codec.HEADER.size:
             (size,) = codec.HEADER.unpack_from(self._incoming, at)
             end = at + codec.HEADER.size + size
-            if len(self._incoming) < end:
+            if size <= MAX_MESSAGE and len(self._incoming) < end:
                 break
-            taken.append(json.loads(bytes(self._incoming[at + codec.HEADER.size : end])))
+            try:
+                taken.append(_message(self._incoming, at + codec.HEADER.size, size))
+            except ValueError:
+                if not taken:
+                    raise
+                break
             at = end
         del self._incoming[:at]
         return taken
 
-    def cause_of_death(self) -> str:
-        """How a child whose stream has ended came to its end, with the last line it wrote to stderr."""
+    def cause_of_death(self, within_s: float = 5.0) -> str:
+        """How a child whose stream has ended came to its end, with the last line it wrote to stderr; waits for the end."""
         try:
-            code = self._process.wait(timeout=5.0)
+            code = self._process.wait(timeout=within_s)
         except subprocess.TimeoutExpired:
             return "closed its output"
         self._log.seek(max(0, os.fstat(self._log.fileno()).st_size - 8192))
@@ -110,10 +129,28 @@ class MessageProcess:
         return f"{cause}: {last[-1][:300]}" if last else cause
 
     def end(self) -> None:
-        """SIGKILL the whole group, then reap. A leader that was reaped leaves the group's id to what it started, if anything."""
+        """SIGKILL the whole group, then reap. A leader that was reaped leaves the group's id to what it started, if anything.
+
+        Raises:
+            DeadlineExceeded: it is still there after ``REAP_S``. Its pipes are closed all the same.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=REAP_S)
-        self._stdin.close()
-        self._stdout.close()
-        self._log.close()
+        try:
+            self._process.wait(timeout=REAP_S)
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceeded(
+                f"process {self._process.pid} ({self._module})", got=f"one that is still there {REAP_S:g} s after SIGKILL",
+                expected="its end", remedy="It hangs in the kernel (state D in ps): see to the disk or network file system "
+                "that it waits for.",
+            ) from None
+        finally:
+            self._stdin.close()
+            self._stdout.close()
+            self._log.close()
+
+
+def _message(incoming: bytearray, start: int, size: int) -> Any:
+    if size > MAX_MESSAGE:
+        raise ValueError(f"a message of {size} bytes")
+    return json.loads(bytes(incoming[start : start + size]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +75,19 @@ def targets_of(batch: ValueBatch, values: torch.Tensor, *, gamma: float, lam: fl
     grid = batch.grid(values.detach())
     advantages, returns = generalized_advantages(rewards=batch.rewards, values=grid, mask=batch.mask, gamma=gamma, lam=lam)
     return Targets(grid, advantages, returns)
+
+
+def token_advantages(batch: ValueBatch, targets: Targets, samples: Mapping[SampleKey, ValueSample]) -> dict[SampleKey, np.ndarray]:
+    """Advantages of each response of a row, float32 [n] of all its tokens: 0 on those that do not train."""
+    grid = targets.advantages.float().cpu().numpy()
+    return {key: grid[row, : len(samples[key].response_ids)].copy() for row, key in enumerate(batch.keys)}
+
+
+def mean_advantage(sample: ValueSample | None, advantages: np.ndarray) -> float:
+    """Mean over the tokens of a response that train; 0 for one that does not (None)."""
+    if sample is None:
+        return 0.0
+    return float(advantages.mean(dtype=np.float64, where=True if sample.mask is None else sample.mask))
 
 
 def target_moments(batch: ValueBatch, targets: Targets) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from akl_dist.cluster.gather import fetch_all, store_all
 from akl_dist.contract.records import Appraisal, CriticArrays, Handle, TrainingGroup
-from akl_dist.critic.batch import ValueSample, samples_of
+from akl_dist.critic.batch import ValueSample, mean_advantage, samples_of
 from akl_dist.critic.worker import CriticWorker
 from akl_dist.objective import mean_and_deviation
 from akl_dist.zero3.planning import RankUpdate, SampleKey, lengths_of, plan_updates
@@ -72,7 +72,8 @@ class CriticActor(RankActor):
         appraisal = self.worker.appraise(samples, plans, step=step)
         arrays = {index: _group_arrays(index, group, appraisal.advantages) for index, group in groups.items()}
         handles = store_all([CriticArrays(np.concatenate(pieces)) for pieces in arrays.values()])
-        means = {index: tuple(float(piece.mean(dtype=np.float64)) for piece in pieces) for index, pieces in arrays.items()}
+        means = {index: tuple(mean_advantage(samples.get((index, s)), piece) for s, piece in enumerate(pieces))
+                 for index, pieces in arrays.items()}
         return RankReport(dict(zip(arrays, handles, strict=True)), means, appraisal.moments, appraisal.metrics)
 
 

@@ -22,6 +22,7 @@ from akl_dist.critic.batch import (
     pack,
     target_moments,
     targets_of,
+    token_advantages,
 )
 from akl_dist.critic.model import ValueHead, ValueModel
 from akl_dist.objective import advantage_moments
@@ -32,8 +33,8 @@ from akl_dist.zero3.rank import Zero3Rank
 
 @dataclass(frozen=True)
 class RankAppraisal:
-    """What one rank makes of its responses. advantages: float32 [n] of each; moments float64 [3]: their count, sum and sum of
-    squares on this rank; metrics: global, equal on all ranks."""
+    """What one rank makes of its responses. advantages: float32 [n] of each, 0 on tokens that do not train; moments float64 [3]:
+    count, sum and sum of squares of those that do, on this rank; metrics: global, equal on all ranks."""
 
     advantages: dict[SampleKey, np.ndarray]
     moments: np.ndarray
@@ -81,8 +82,7 @@ class CriticWorker(Zero3Rank):
         for batch, target in zip(_flat(batches), _flat(targets), strict=True):
             moments += advantage_moments(target.advantages.float(), batch.mask).cpu().numpy()
             local += target_moments(batch, target)
-            for row, key in enumerate(batch.keys):
-                advantages[key] = target.advantages[row, batch.mask[row]].float().cpu().numpy()
+            advantages |= token_advantages(batch, target, samples)
         torch.distributed.all_reduce(local)
         metrics = self._train(samples, plans, batches, targets, step, dict(zip(MOMENTS, local.tolist(), strict=True)))
         return RankAppraisal(advantages, moments, metrics)

@@ -104,7 +104,9 @@ class DataReport:
         for name, side in (("train", self.train), ("evaluation", self.evaluation)):
             if side.rows == 0:
                 if name == "evaluation":
-                    yield "  evaluation: none (no held-out file: set data.eval_path, or evaluate.num_problems=0 if meant)"
+                    lacks = ("no source has a held-out side: give one an eval_path" if self.sources
+                             else "no held-out file: set data.eval_path")
+                    yield f"  evaluation: none ({lacks}, or evaluate.num_problems=0 if meant)"
                 continue
             yield f"  {name}: {side.text()}"
             for label, names in (("excluded", side.excluded), ("overlong", side.overlong)):

@@ -149,8 +149,14 @@ def _read(
     if path is not None:
         file = Path(path)
         if file.is_dir():
-            candidates = [file / f"{name}{suffix}" for name in (f"{recipe.name}_{split}", recipe.name) for suffix in files.SUFFIXES]
-            file = next((c for c in candidates if c.is_file()), candidates[0])
+            names = (f"{recipe.name}_{split}", recipe.name)
+            found = [one for name in names for suffix in files.SUFFIXES if (one := file / f"{name}{suffix}").is_file()]
+            key = origin.key("path" if how.trained else "anchor_path" if split == "anchor" else "eval_path")
+            if not found:  # no nearest name: that would be another split
+                raise DataError(key, got=f"{path}, without {' or '.join(names)}", stage="data",
+                                expected=f"a file of one of these names in that folder, as {', '.join(files.SUFFIXES[:-1])} or "
+                                f"{files.SUFFIXES[-1]}", remedy="Name the file itself, or bring one of that name.")
+            file = found[0]
         elif several:
             raise DataError(
                 origin.key("path"), got=path, stage="data",
@@ -167,8 +173,9 @@ def _read(
                         remedy="Leave data.name out.", stage="data")
     hub_name = data.name or recipe.hub_name
     if hub_name is None:
-        raise DataError(origin.key("path"), got="null", expected=f"a file or data.name for recipe {recipe.name}", stage="data",
-                        remedy="Set data.path=FILE (columns prompt and answer) or data.name=HUB_NAME.")
+        key = origin.key("path" if how.trained else "eval_path")
+        raise DataError(key, got="null", expected=f"a file or data.name for recipe {recipe.name}", stage="data",
+                        remedy=f"Set {key}=FILE (columns prompt and answer) or data.name=HUB_NAME.")
     configs = recipe.hub_configs if hub_name == recipe.hub_name else (None,)
     split = recipe.splits.get(split, split) if hub_name == recipe.hub_name else split
     rows = [row for config in configs for row in files.read_hub(hub_name, config, split=split)]

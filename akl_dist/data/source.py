@@ -79,6 +79,10 @@ def load_evaluation(
     gold_checks: GoldChecks | None = None,
 ) -> LoadedData:
     """The evaluation side alone (``train`` is empty): of any recipe, benchmarks included. Arguments and errors of :func:`load`."""
+    if without_held_out(data):
+        raise DataError("data.eval_path", got=f"null beside data.path={data.path}", stage="data",
+                        expected="the evaluation problems' own file: data.path holds training problems, which are not evaluated",
+                        remedy=f"Write data.eval_path={data.path} if these are the problems to evaluate.")
     origins = _origins(data, tokenizer_path, invalid_gold, gold_checks)
     share = _share(num_problems, origins)
     held_out = [NO_SIDE if origin.mixed and without_held_out(origin.data) else _held_out(origin, share) for origin in origins]

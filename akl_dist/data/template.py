@@ -98,12 +98,13 @@ class PromptTemplate:
         messages = self.messages(problem, own)
         try:
             rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **self.variables)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, AttributeError) as error:  # the last three: a variable of another kind
+            names = f" ({', '.join(self.variables)})" if self.variables else ""
             raise ModelError(
                 f"chat template of {self.path}", got=f"a refusal: {error}",
                 expected=f"acceptance of the roles {', '.join(m['role'] for m in messages)}", stage="data",
-                remedy="Set data.system_prompt=null if the model knows no system message, or mend data.template_kwargs or its chat "
-                "template.",
+                remedy=f"Set data.system_prompt=null if the model knows no system message, or mend data.template_kwargs{names} or "
+                "its chat template.",
             ) from error
         try:
             rendered.encode("utf-8")

@@ -24,6 +24,7 @@ class Task:
         extra: what else the data set says about it (JSON text), or "".
         sample_index: which of the prompt's samples this is.
         seed: for an environment that draws: the same for the same sample of the same step, other samples have others.
+        think_open: the chat template has opened ``<think>`` for the response, so a turn begins inside its reasoning.
     """
 
     prompt_id: str
@@ -32,6 +33,7 @@ class Task:
     extra: str
     sample_index: int
     seed: int
+    think_open: bool = False
 
 
 @dataclass(frozen=True)

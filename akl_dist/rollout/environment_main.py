@@ -143,9 +143,13 @@ def main() -> None:
         refused = {name: getattr(error, name) for name in ("subject", "got", "expected", "remedy")}
         codec.write_message(replies, {"refused": refused})
         return
-    codec.write_message(replies, {"ready": os.getpid(), "isolation": worker.isolation})
+    process = os.getpid()
+    codec.write_message(replies, {"ready": process, "isolation": worker.isolation})
     while (request := codec.read_message(requests)) is not None:
-        codec.write_message(replies, worker.answer(request))
+        answer = worker.answer(request)
+        if os.getpid() != process:  # a child that an environment forked has come back from its method: one process answers, not two
+            os._exit(0)
+        codec.write_message(replies, answer)
 
 
 if __name__ == "__main__":

@@ -105,11 +105,17 @@ class EnvironmentPool:
     # --- the rollouts ------------------------------------------------------------------------------------------------
 
     def open(self, key: str, task: Task) -> None:
-        """Make an environment for a rollout and reset it. Does not wait; a failure comes as a :class:`Fault`."""
+        """Make an environment for a rollout and reset it. Does not wait; a failure comes as a :class:`Fault`.
+
+        Raises:
+            RunError: a process that died while it was idle could not be replaced.
+        """
         if key in self._rollouts or key in self._lost:
             raise ValueError(f"rollout {key!r} is open already; close_one() it first.")
         if not self._workers:
             raise ValueError("the environment pool is closed; make a new one.")
+        for idle in [one for one in self._workers if not one.rollouts]:
+            self._attend(idle)  # one that has died meanwhile costs no rollout
         worker = min(self._workers, key=lambda one: len(one.rollouts))
         self._rollouts[key] = worker.rollouts[key] = rollout = _Rollout(key, worker)
         self._counters["opened"] += 1
@@ -186,9 +192,19 @@ class EnvironmentPool:
         worker = rollout.worker
         if worker.ready and not worker.inflight:
             worker.began = time.monotonic()
+        self._flush(worker)
         worker.inflight.append((message["do"], rollout))
         worker.process.send(message)
         worker.process.flush()  # that its other end is closed is seen by the next poll
+
+    def _flush(self, worker: _Worker) -> bool:
+        """Write what the pipe takes. What had to wait for room goes on only where the process reads, so that it had nothing
+        whole to work on until now, however long nobody has polled."""
+        waited = len(worker.process.outgoing)
+        alive = worker.process.flush()
+        if len(worker.process.outgoing) < waited:
+            worker.began = time.monotonic()
+        return alive
 
     def _limit(self, worker: _Worker) -> float:
         """When a worker must have answered next; never for one that has nothing to do."""
@@ -209,9 +225,21 @@ class EnvironmentPool:
             self._attend(worker)
 
     def _attend(self, worker: _Worker) -> None:
-        alive = worker.process.flush() & worker.process.receive()
-        for message in worker.process.messages():
+        before = worker.process.received
+        alive = self._flush(worker) & worker.process.receive()
+        if worker.process.received > before:  # a part of a reply, too: what is left of it must come within the limit
             worker.began = time.monotonic()
+        try:
+            messages = worker.process.messages()
+        except ValueError:
+            self._counters["crashes"] += 1
+            self._lose(worker, "wrote what is no reply")
+            return
+        for message in messages:
+            if worker.ready and not worker.inflight:
+                self._counters["crashes"] += 1
+                self._lose(worker, "wrote a reply that nobody asked for")
+                return
             if worker.ready:
                 self._take(worker, message)
             elif "ready" in message:

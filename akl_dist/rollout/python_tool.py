@@ -99,6 +99,7 @@ class PythonTool:
         self._max_interpreters, self._max_output = max_interpreters, max_output_bytes
         self._workshop = workshop(allow_unsandboxed)
         self._interpreter: Interpreter | None = None
+        self._think_open = False
 
     @property
     def isolation(self) -> str:
@@ -106,7 +107,8 @@ class PythonTool:
         return self._workshop.sandbox.isolation
 
     def reset(self, task: Task) -> None:
-        """Nothing to prepare: the tool is the same for every problem."""
+        """The tool is the same for every problem; only whether the template opens the reasoning makes a difference."""
+        self._think_open = task.think_open
 
     def step(self, turn: str) -> Step:
         """Run what the turn calls for.
@@ -116,7 +118,7 @@ class PythonTool:
         """
         call = parse_call(turn, style=self._style)
         if call is None:
-            return Step(None, void=is_void(turn, style=self._style))
+            return Step(None, void=is_void(turn, style=self._style, think_open=self._think_open))
         if call.mistake:
             return Step(call.mistake, call=True, failed=True)
         return self._run_persistent(call.code) if self._persistent else self._run_stateless(call.code)
@@ -151,7 +153,7 @@ class PythonTool:
             self._workshop.interpreters += 1
         result = self._interpreter.run(code)
         if result.ended is None:
-            return self._step(result.output, result.error)
+            return self._step(result.output, " ".join(result.error.splitlines()))
         error = self._ending(result.ended) or f"SystemExit: {result.ended.status}"
         return self._step(result.output, f"{error}\n{RESTARTED}")
 

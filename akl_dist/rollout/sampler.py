@@ -153,7 +153,7 @@ class _Draw:
                 response = _Response((index, number), prompt, conversation, f"{prompt.prompt_id}#{index}.{number}", [])
                 if self._tools is not None:
                     seed = request_seed((*self._sampling.seed_key, "environment"), prompt.prompt_id, number)
-                    task = Task(prompt.prompt_id, prompt.text, prompt.gold, prompt.extra, number, seed)
+                    task = Task(prompt.prompt_id, prompt.text, prompt.gold, prompt.extra, number, seed, prompt.think_open)
                     self._open[response.key] = response
                     self._tools.environments.open(response.key, task)
                 self._request(response)

@@ -61,7 +61,9 @@ def end_ids(folder: str | Path) -> tuple[int, ...]:
 
     names = [text for text in (_text(tokenizer_config.get("eos_token") or special_tokens.get("eos_token")),) if text]
     template = _chat_template(root, tokenizer_config)
-    turn_ends = [token for token in END_OF_TURN_TOKENS if token in template]
+    # Where <|return|> ends a turn, a turn holds several messages, and <|end|> ends one of them.
+    several = "<|return|>" in template
+    turn_ends = [token for token in END_OF_TURN_TOKENS if token in template and not (several and token == "<|end|>")]
     if names or turn_ends:
         vocabulary = _vocabulary(root, tokenizer_config)
         for name in names:

@@ -57,14 +57,14 @@ def parse_call(turn: str, *, style: str) -> Call | None:
     return _fenced(turn) if style == "fenced" else _hermes(turn)
 
 
-def is_void(turn: str, *, style: str) -> bool:
-    """Whether a turn neither calls the tool nor answers."""
-    return parse_call(turn, style=style) is None and not _answers(turn, style)
+def is_void(turn: str, *, style: str, think_open: bool = False) -> bool:
+    """Whether a turn neither calls the tool nor answers. ``think_open``: it began inside reasoning."""
+    return parse_call(turn, style=style) is None and not _answers(turn, style, think_open)
 
 
-def _answers(turn: str, style: str) -> bool:
+def _answers(turn: str, style: str, think_open: bool) -> bool:
     _, closed, rest = turn.rpartition(END_THINK)
-    if THINK in rest:
+    if THINK in rest or (think_open and not closed):
         return False
     if closed:
         return bool(rest.strip())

@@ -130,7 +130,7 @@ class Conversation:
         if step.score is not None:
             self.score = float(step.score)
         if self.observations == self.limits.max_turns:
-            self.finish_reason = "turns" if step.call or step.observation is not None else "stop"
+            self.finish_reason = "stop" if step.observation is None else "turns"
         elif step.observation is None:
             self.finish_reason = "stop"
         else:

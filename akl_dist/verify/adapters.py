@@ -105,18 +105,33 @@ def check_signature(function: Any, signature: str, *, path: str, key: str) -> No
     except (TypeError, ValueError) as error:
         raise UserError(key, got=f"{path!r}: {error}", expected="a function", remedy=REMEDY, stage="config") from error
     try:
-        if signature == "openrlhf":
-            parameters.bind(*wanted)
-        elif signature == "verl":
-            parameters.bind(**dict.fromkeys(wanted))
-        elif not akl_keywords(function):
-            raise TypeError("it takes none of them")
-        else:
-            parameters.bind(**dict.fromkeys(akl_keywords(function)))
+        _bind(function, signature)
     except TypeError as error:
         how = "any of the keywords " if signature == "akl" else "all of the keywords " if signature == "verl" else "by position "
         raise UserError(key, got=f"{path}{parameters} ({error})", expected=f"a function that takes {how}{', '.join(wanted)}, and "
-                        f"needs nothing else (signature={signature})", remedy=REMEDY, stage="config") from error
+                        f"needs nothing else (signature={signature})", stage="config",
+                        remedy=_other_signature(function, key) or REMEDY) from error
+
+
+def _bind(function: Any, signature: str) -> None:
+    """Raise TypeError unless the function can be called the way ``signature`` calls it."""
+    parameters = inspect.signature(function)
+    if signature == "openrlhf":
+        parameters.bind(*OPENRLHF_ARGUMENTS)
+    elif signature == "verl":
+        parameters.bind(**dict.fromkeys(VERL_KEYWORDS))
+    elif not akl_keywords(function):
+        raise TypeError("it takes none of them")
+    else:
+        parameters.bind(**dict.fromkeys(akl_keywords(function)))
+
+
+def _other_signature(function: Any, key: str) -> str:
+    """The remedy where the function's parameters have the names of another signature; "" where they have not."""
+    names = list(inspect.signature(function).parameters)
+    named = {"verl": "solution_str" in names, "openrlhf": names[:3] == list(OPENRLHF_ARGUMENTS), "akl": "response" in names}
+    fits = next((signature for signature, right in named.items() if right), "")
+    return f"Write {key.removesuffix('custom')}signature={fits}; {REMEDY}" if fits else ""
 
 
 def akl_keywords(function: RewardFunction) -> tuple[str, ...]:
@@ -221,12 +236,12 @@ def _of_mapping(answer: Mapping[Any, Any], right_at: float) -> Verdict:
 
 def _status(answer: Mapping[Any, Any], score: float | None, right_at: float) -> Status | str:
     """The status that a mapping says, or why it says none."""
-    given = plain(answer.get("correct", answer.get("acc")))
+    given = plain(answer.get("acc") if answer.get("correct") is None else answer["correct"])
     if given is not None and given not in (0, 1):
         return f"correct {shown(given)}, expected true or false"
     named = answer.get("status")
     if named is not None:
-        known = [status for status in Status if named in (status, status.value)]
+        known = [status for status in Status if isinstance(named, str) and named in (status, status.value)]
         if not known:
             return f"status {shown(named)}, expected one of {', '.join(status.value for status in Status)}"
         if given is not None and bool(given) != (known[0] is Status.OK):
@@ -255,6 +270,8 @@ def with_answer(verdict: Verdict, response: str, *, think_open: bool = False) ->
     What the verdict brings stays: its span, or the last place of its ``extracted`` in the response. One that brings neither gets
     what the standard extractor finds, if anything.
     """
+    if not isinstance(verdict.extracted, (str, type(None))):
+        return failed(f"extracted {shown(verdict.extracted)}, expected text")
     if verdict.span is not None:
         span = verdict.span
         bounds = isinstance(span, tuple) and len(span) == 2 and all(isinstance(one, int) for one in span)
@@ -262,9 +279,7 @@ def with_answer(verdict: Verdict, response: str, *, think_open: bool = False) ->
             return failed(f"span {shown(span)} of a response of {len(response)} characters")
         return verdict if verdict.extracted is not None else replace(verdict, extracted=response[span[0] : span[1]])
     if verdict.extracted is not None:
-        start = response.rfind(verdict.extracted) if isinstance(verdict.extracted, str) else -1
-        if not isinstance(verdict.extracted, str):
-            return failed(f"extracted {shown(verdict.extracted)}, expected text")
+        start = response.rfind(verdict.extracted)
         return replace(verdict, span=(start, start + len(verdict.extracted))) if start >= 0 and verdict.extracted else verdict
     marker = locate(response, think_open=think_open)
     return verdict if marker is None else replace(verdict, extracted=marker.answer, span=marker.span)

@@ -4,8 +4,9 @@
 equations and assignments, ratios, tuples and intervals, matrices, then single values, exactly first and symbolically last.
 
 Conventions: a tolerance is relative and applies only when a decimal literal is present (equal up to 1e-8, different from 1e-4,
-"near" and hence wrong between); a percent sign or unit may be missing on one side, a contradicting one is wrong; bare comma
-lists and sets are unordered, parenthesised tuples ordered; a name before "=" may be missing on one side.
+"near" and hence wrong between); a percent sign or unit may be missing on one side, a contradicting one is wrong (not so a word
+of scale, as million: it is part of the value); bare comma lists and sets are unordered, parenthesised tuples ordered; a name
+before "=" may be missing on one side.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from akl_dist.verify import symbolic
 from akl_dist.verify.normalize import closing, identity_key, is_words
 from akl_dist.verify.quantity import Quantity, TooLarge, parse_quantity
+from akl_dist.verify.units import split_unit
 
 MAX_ITEMS = 50
 MAX_NESTING = 12  # of lists in tuples in lists ...
@@ -33,22 +35,17 @@ class Outcome(enum.Enum):
 
 _NAME = re.compile(
     r"(?P<name>(?:[A-Za-z]|\\(?!frac|sqrt|text|pm|sin|cos|tan|log|ln)[a-z]+)(?:_(?:\{[^{}]*\}|\w))?'*(?:\([A-Za-z](?:,\s*[A-Za-z])*\))?"
-    r"|\\text\{[^{}]*\}|[A-Za-z]{2,}(?: [A-Za-z]+)*)\s*(?P<op>=|\\in(?![A-Za-z]))\s*"
+    r"|\((?:[A-Za-z](?:_\{?\w\}?)?,\s*)+[A-Za-z](?:_\{?\w\}?)?\)"  # (x, y) = ...
+    r"|\\text\{[^{}]*\}|[A-Za-z]{2,}(?: [A-Za-z]+)*)\s*(?P<op>=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z]))\s*"
 )
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
+_OTHER_NAMING = re.compile(r"\\in|\\approx|\\equiv")
 _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>")
 _VARIABLE = re.compile(r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda))(?:_\{?\w\}?)?")
-_SHORT_UNITS = (
-    r"(?:[cmk]?m|[mk]?g|m?[lL]|ft|in|mi|yd|lbs?|oz|hrs?|min|secs?|ms|mph|kph|[kK]?Hz|[kK]?[JWVN]|Pa|units?|USD|am|pm|rad|deg|mol|days?|cups?)"
-)
-_UNIT = re.compile(  # a text wrapper, a short unit of the list, or a plain word of four letters after a space
-    r"(?P<body>.*?[\d)}])\s*(?P<unit>\\text\{[^{}]*\}|"
-    + _SHORT_UNITS
-    + r"|(?<=\s)[A-Za-z]{4,}[A-Za-z ]*|°)(?P<power>\^\s*\{?[23]\}?)?",
-    re.DOTALL,
-)
 _BASE = re.compile(r"(?P<digits>[0-9A-Fa-f]+)_\{?(?P<base>\d{1,2})\}?")
-_NOT_UNITS = re.compile(r"(?:sin|cos|tan|log|exp)[a-z]?\b|sqrt|choose|infty")
-_MATRIX = re.compile(r"\\begin\{([pbvV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_DETERMINANTS = ("vmatrix", "Vmatrix")
+_ANGLE_FUNCTION = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 
 
 def compare(a: str, b: str, depth: int = 0) -> Outcome:
@@ -59,9 +56,11 @@ def compare(a: str, b: str, depth: int = 0) -> Outcome:
         return Outcome.UNPARSED
     if "\\ldots" in a or "\\ldots" in b:
         return Outcome.DIFFERENT
+    whole = (a, b)
     name_a, name_b, a, b = _without_names(a, b)
     if name_a and name_b and name_a != name_b:
-        return Outcome.DIFFERENT
+        crossed = name_a in b and name_b in a and _as_equations(*whole, depth) is Outcome.EQUAL  # y = 2x and x = y/2
+        return Outcome.EQUAL if crossed else Outcome.DIFFERENT
     if name_a or name_b:
         return compare(a, b, depth + 1)
     for compare_as in (_as_lists, _as_unions, _as_intervals, _as_equations, _as_ratios, _as_groups, _as_matrices):
@@ -116,7 +115,7 @@ def _items(text: str) -> list[str] | None:
     explicit = text.startswith("\\{") and _closing_set(text, 0) == len(text) - 1
     body = text[2:-2] if explicit else text
     parts = [part for part in split_top(body, (",", ";")) if part]
-    if "\\pm" in body:
+    if _PLUS_MINUS.search(body):
         parts = [
             sided
             for part in parts
@@ -137,7 +136,7 @@ def _without_names(a: str, b: str) -> tuple[str, str, str, str]:
         plain = bool(match) and bool(rest) and len(split_top(rest, ("=",))) == 1 and not _RELATION.search(rest)
         split.append((re.sub(r"\s", "", match["name"]), rest) if match and plain else ("", text))
     (name_a, rest_a), (name_b, rest_b) = split
-    if bool(name_a) != bool(name_b) and ("=" in a) == ("=" in b) and "\\in" not in a + b:
+    if bool(name_a) != bool(name_b) and ("=" in a) == ("=" in b) and not _OTHER_NAMING.search(a + b):
         return "", "", a, b  # an equation against an assignment: compare both as equations
     return name_a, name_b, rest_a, rest_b
 
@@ -267,10 +266,10 @@ def _group(text: str) -> tuple[str, list[str]] | None:
 
 
 def _as_matrices(a: str, b: str, depth: int) -> Outcome | None:
-    matches = [_MATRIX.fullmatch(text) for text in (a, b)]
+    matches = [_MATRIX.fullmatch(_inside_brackets(text)) for text in (a, b)]
     if not any(matches):
         return None
-    if not all(matches):
+    if not all(matches) or len({m[1] in _DETERMINANTS for m in matches if m}) > 1:
         return Outcome.DIFFERENT
     rows = [[cell.split("&") for cell in re.split(r"\\\\", m[2].strip().removesuffix("\\\\"))] for m in matches if m]
     if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
@@ -279,40 +278,21 @@ def _as_matrices(a: str, b: str, depth: int) -> Outcome | None:
     return _in_order(cells[0], cells[1], depth)
 
 
+def _inside_brackets(text: str) -> str:
+    """An array in round or square brackets is a matrix: the array alone."""
+    inner = text[1:-1].strip()
+    array = text[:1] in ("(", "[") and inner.startswith(("\\begin{array}", "\\begin{smallmatrix}"))
+    return inner if array and closing(text, 0) == len(text) - 1 else text
+
+
 # --- single values -----------------------------------------------------------------------------------------------
-
-
-def split_unit(text: str) -> tuple[str, str]:
-    """(body, unit): a percent sign, currency, degree sign or trailing unit words; unit "" where there is none."""
-    if text.endswith("%"):
-        return text[:-1].strip(), "%"
-    sign = re.match(r"(-?)\s*(?:\x03|€|£|¥)\s*", text)
-    if sign:
-        body, unit = split_unit(sign[1] + text[sign.end() :])
-        symbol = {"€": "euro", "£": "pound", "¥": "yen"}.get(sign.group().strip()[-1:], "dollar")
-        return body, symbol if unit in ("", symbol) else f"{symbol} {unit}"
-    match = _UNIT.fullmatch(text)
-    if match and not _NOT_UNITS.match(match["unit"]):
-        words = re.sub(r"\\text|[{}.]", "", match["unit"]).strip().casefold()
-        words = (
-            re.sub(r"^square (.*)$", r"\1^2", words)
-            if not match["power"]
-            else words + "^" + re.sub(r"\D", "", match["power"])
-        )
-        return match["body"].strip(), _singular(words)
-    return text, ""
-
-
-def _singular(unit: str) -> str:
-    unit = {"feet": "foot", "inches": "inch", "cents": "cent", "¢": "cent"}.get(unit, unit)
-    return unit[:-1] if len(unit) > 3 and unit.endswith("s") and not unit.endswith("ss") else unit
 
 
 def _as_values(a: str, b: str) -> Outcome:
     base = _as_based(a, b)
     if base is not None:
         return base
-    (body_a, unit_a), (body_b, unit_b) = split_unit(a), split_unit(b)
+    (body_a, unit_a), (body_b, unit_b) = split_unit(_in_radians(_unwrapped(a))), split_unit(_in_radians(_unwrapped(b)))
     if unit_a and unit_b and unit_a != unit_b:
         return Outcome.DIFFERENT
     outcome = _same_value(body_a, body_b)
@@ -320,6 +300,11 @@ def _as_values(a: str, b: str) -> Outcome:
         scaled = (f"({body_a})/100", body_b) if unit_a == "%" else (body_a, f"({body_b})/100")
         outcome = max((outcome, _same_value(*scaled)), key=lambda o: (o is Outcome.EQUAL, o is Outcome.NEAR))
     return outcome
+
+
+def _in_radians(text: str) -> str:
+    """Degrees under an angle function are part of the expression: sin 30° is sin(30 pi/180). Elsewhere they are a unit."""
+    return re.sub(r"(\d+(?:\.\d+)?)°", r"\\frac{\1\\pi}{180}", text) if _ANGLE_FUNCTION.search(text) else text
 
 
 def _as_based(a: str, b: str) -> Outcome | None:

@@ -4,19 +4,18 @@ Consumes (gold, response) pairs, produces verdicts in the same order. One thread
 a deadline on every wait. A grader that overruns is killed with SIGKILL (its whole process group) and replaced: that judgement
 becomes ``timeout``, everything else goes on. A grader that dies by itself makes its judgement an ``error``. Graders are
 replaced after ``tasks_per_worker`` judgements. They are fresh interpreters, never forks of the caller.
+
+A replacement starts beside the others: it gets work once it has passed its probes, and nobody waits for it before that. The
+probes are in its pipe from the beginning, so that it can go through them while nobody looks, between two batches.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import os
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
+import secrets
+import select
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,12 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from akl_dist.contract.errors import VerifierFault
+from akl_dist.contract.message_process import MessageProcess
 from akl_dist.contract.records import Status, Verdict
-from akl_dist.verify.grader_main import HEADER, encode
 
+PROBE = "probe"  # number of the requests at the start
 WINDOW = 4  # judgements in flight per grader: the next ones are in its pipe while it works
 MATH_JUDGE = "akl_dist.verify.math:judge"
-MAX_START_FAILURES = 3  # in a row
+MAX_START_FAILURES = 3  # in a row, in one grader's place
+DEATH_S = 1.0  # for a grader that closed its output to end, before it is said to live on; the others wait meanwhile
+LONGEST_WAIT_S = 3600.0  # of one look at the pipes: the system call takes no more than 24 days
 
 
 @dataclass(frozen=True)
@@ -52,29 +54,39 @@ PROBES: tuple[tuple[Item, Status], ...] = (
 """Known-right and known-wrong answers that every grader judges before it is used."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Grader:
-    """One child process. ``inflight`` holds indices of items sent, oldest first; ``started`` when the oldest began."""
+    """One child process. It starts until it has said ``ready`` and passed its ``probes``; only then it gets work.
 
-    process: subprocess.Popen[bytes]
-    stderr: tempfile._TemporaryFileWrapper
-    inflight: collections.deque[int] = field(default_factory=collections.deque)
-    outgoing: bytearray = field(default_factory=bytearray)
-    incoming: bytearray = field(default_factory=bytearray)
-    started: float = 0.0
+    ``inflight`` holds indices of items sent, with the numbers that their replies must repeat, oldest first; ``began`` is when the
+    oldest began, or when the process was started.
+    ``attempts`` is how often it may be tried to start a grader in this place, this time included.
+    """
+
+    process: MessageProcess
+    began: float
+    attempts: int
+    probes: collections.deque[tuple[Any, Status]]
+    ready: bool = False
+    inflight: collections.deque[tuple[int, str]] = field(default_factory=collections.deque)
     judged: int = 0
 
-    def fd(self, name: str) -> int:
-        pipe = getattr(self.process, name)
-        assert pipe is not None
-        return pipe.fileno()
+    @property
+    def starting(self) -> bool:
+        return not self.ready or bool(self.probes)
+
+    def overruns_at(self, limit_s: float, start_limit_s: float) -> float:
+        """``time.monotonic()`` value by which it must have answered; infinite for one that has nothing to do."""
+        if self.starting:
+            return self.began + start_limit_s
+        return self.began + limit_s if self.inflight else float("inf")
 
 
 class GraderPool:
     """``num_workers`` graders, alive from construction to :meth:`close`.
 
     Args:
-        num_workers: grader processes, at all times.
+        num_workers: grader processes, at all times, those that start included. All have started when the pool is made.
         timeout_s: default wall clock of one judgement.
         tasks_per_worker: a grader is replaced after this many.
         start_timeout_s: limit for one grader to start, import and pass its probes.
@@ -117,7 +129,12 @@ class GraderPool:
         self._graders: list[_Grader] = []
         self._counters = collections.Counter(judged=0, timeouts=0, crashes=0, kills=0, recycled=0, started=0)
         try:
-            self._fill(num_workers)
+            for _ in range(num_workers):
+                self._graders.append(self._spawn(attempts=1))
+            while any(grader.starting for grader in self._graders):
+                self._wait(float("inf"), timeout_s)
+                for grader in tuple(self._graders):
+                    self._proceed(grader)
         except BaseException:
             self.close()
             raise
@@ -133,10 +150,15 @@ class GraderPool:
         return dict(self._counters)
 
     def close(self) -> None:
-        """Kill and reap every grader. May be called more than once."""
-        for grader in self._graders:
-            self._end(grader)
-        self._graders.clear()
+        """Kill and reap every grader, those that start included. May be called more than once.
+
+        Raises:
+            DeadlineExceeded: one did not end; the others have ended all the same.
+        """
+        graders, self._graders = self._graders, []
+        with contextlib.ExitStack() as stack:  # goes on to the next one where one raises
+            for grader in graders:
+                stack.callback(grader.process.end)
 
     def __enter__(self) -> GraderPool:
         return self
@@ -144,15 +166,7 @@ class GraderPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _fill(self, count: int) -> None:
-        """Start ``count`` graders side by side and wait until each has passed its probes."""
-        fresh = [self._spawn() for _ in range(count)]
-        self._graders += fresh
-        deadline = time.monotonic() + self._start_timeout_s
-        for grader in fresh:
-            self._probe(grader, deadline)
-
-    def _spawn(self) -> _Grader:
+    def _spawn(self, attempts: int) -> _Grader:
         root = str(Path(__file__).resolve().parents[2])
         environment = {
             "PATH": os.environ.get("PATH", ""),
@@ -162,95 +176,102 @@ class GraderPool:
             "PYTHONPATH": root,
             "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
         } | self._environment
-        stderr = tempfile.TemporaryFile(prefix="grader-stderr-")  # noqa: SIM115 (lives as long as the grader)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "akl_dist.verify.grader_main", self._judge, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env=environment,
-            cwd=self._working_directory,
-            start_new_session=True,
-            bufsize=0,
-        )
-        grader = _Grader(process, stderr)  # type: ignore[arg-type]
-        os.set_blocking(grader.fd("stdin"), False)
-        os.set_blocking(grader.fd("stdout"), False)
+        try:
+            process = MessageProcess(
+                "akl_dist.verify.grader_main", [self._judge], environment=environment, cwd=self._working_directory
+            )
+        except OSError as error:
+            raise self._fault(f"{error}", "a started grader") from error
         self._counters["started"] += 1
-        return grader
+        for item, _ in self._probes:
+            process.send({"nonce": PROBE, "item": vars(item)})
+        process.flush()
+        return _Grader(process, time.monotonic(), attempts, collections.deque(self._probes))
 
-    def _probe(self, grader: _Grader, deadline: float) -> None:
-        reply = self._wait_reply(grader, deadline)
-        if "ready" not in reply:
-            raise self._fault(f"a first message {reply!r}", "ready")
-        self.isolation = reply["isolation"]
-        for item, expected in self._probes:
-            grader.outgoing += encode(vars(item))
-            reply = self._wait_reply(grader, deadline)
-            if reply["status"] != expected.value:
-                raise self._fault(f"{reply['status']} ({reply['reason']}) for the probe {item}", expected.value)
+    def _wait(self, until: float, limit_s: float) -> None:
+        """Until a pipe is ready, a start or the oldest judgement of a grader overruns, or ``until``: whatever comes first."""
+        poll = select.poll()
+        for grader in self._graders:
+            poll.register(grader.process.reads_from, select.POLLIN)
+            if grader.process.outgoing:
+                poll.register(grader.process.writes_to, select.POLLOUT)
+            until = min(until, grader.overruns_at(limit_s, self._start_timeout_s))
+        poll.poll(min(max(0.0, until - time.monotonic()), LONGEST_WAIT_S) * 1000)
 
-    def _wait_reply(self, grader: _Grader, deadline: float) -> dict:
-        """Block until the grader answers, for start-up only."""
-        while True:
-            replies = _decode(grader.incoming)
-            if replies:
-                return replies[0]
-            with selectors.DefaultSelector() as selector:
-                selector.register(grader.fd("stdout"), selectors.EVENT_READ)
-                if grader.outgoing:
-                    selector.register(grader.fd("stdin"), selectors.EVENT_WRITE)
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise self._fault(f"no answer within {self._start_timeout_s:g} s", "a started grader")
-            if not (_flush(grader) and _receive(grader)):
-                raise self._fault(f"it ended ({_cause_of_death(grader)})", "a started grader")
+    def _proceed(self, grader: _Grader) -> None:
+        """Take what a grader that starts has said. One that fails to start is replaced while attempts are left."""
+        try:
+            self._take_start(grader)
+        except VerifierFault:
+            if grader.attempts <= 1:
+                raise
+            self._replace(grader, grader.attempts - 1)
+
+    def _take_start(self, grader: _Grader) -> None:
+        alive = grader.process.flush() & grader.process.receive() and grader.process.running
+        try:
+            messages = grader.process.messages()
+        except ValueError as error:
+            raise self._fault(f"{error}", "messages") from error
+        for message in messages:
+            if not grader.ready:
+                if "ready" not in message:
+                    raise self._fault(f"a first message {message!r}", "ready")
+                grader.ready, self.isolation = True, message["isolation"]
+                continue
+            if not grader.probes:
+                raise self._fault(f"a message {message!r} after its probes", "none before it gets work")
+            item, expected = grader.probes.popleft()
+            verdict = _verdict(message, PROBE)
+            if verdict is None or verdict.status is not expected:
+                got = f"{message!r}"[:300] if verdict is None else f"{verdict.status.value} ({verdict.reason})"
+                raise self._fault(f"{got} for the probe {item}", expected.value)
+        if not alive:
+            raise self._fault(f"it ended ({grader.process.cause_of_death(DEATH_S)})", "a started grader")
+        if grader.starting and time.monotonic() >= grader.began + self._start_timeout_s:
+            raise self._fault(f"no answer within {self._start_timeout_s:g} s", "a started grader")
 
     def _fault(self, got: str, expected: str) -> VerifierFault:
         return VerifierFault(f"grader process ({self._judge})", got=got, expected=expected, remedy=self._remedy, stage="verify")
 
-    def _end(self, grader: _Grader) -> None:
-        """SIGKILL the whole group (its leader is not reaped yet, so the id is still ours), then reap."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(grader.process.pid, signal.SIGKILL)
-        grader.process.wait(timeout=30.0)
-        for pipe in (grader.process.stdin, grader.process.stdout):
-            if pipe:
-                pipe.close()
-        grader.stderr.close()
-
-    def _replace(self, old: _Grader) -> None:
-        self._end(old)
-        self._graders.remove(old)
-        for attempt in range(MAX_START_FAILURES):
-            try:
-                self._fill(1)
-                return
-            except VerifierFault:
-                self._end(self._graders.pop())
-                if attempt == MAX_START_FAILURES - 1:
-                    raise
+    def _replace(self, old: _Grader, attempts: int = MAX_START_FAILURES) -> None:
+        """End a grader and begin to start another in its place; waits for the end alone, which SIGKILL makes short."""
+        place = self._graders.index(old)
+        del self._graders[place]
+        old.process.end()
+        self._graders.insert(place, self._spawn(attempts))
 
     # --- judging -----------------------------------------------------------------------------------------------------
 
     def judge_many(
         self, items: Sequence[Any], timeout_s: float | None = None, batch_deadline: float | None = None
     ) -> list[Verdict]:
-        """Verdicts in the order of ``items``; never raises for an answer, however hostile.
+        """Verdicts in the order of ``items``; never raises for an answer, however hostile. What it raises closes the pool.
+
+        Graders that still start when it returns go on to do so; the next call takes them up.
 
         Args:
             items: what to judge: :class:`Item`, or the records of the pool's own judge.
             timeout_s: wall clock of one judgement, from the reply before it to its own; default the pool's.
-            batch_deadline: ``time.monotonic()`` value after which every item without a verdict becomes ``timeout``;
-                default: as if every item took its whole limit.
+            batch_deadline: ``time.monotonic()`` value after which every item without a verdict becomes ``timeout``, even while
+                every grader starts; default: as if every item took its whole limit.
 
         Raises:
             VerifierFault: a killed or dead grader could not be replaced.
+            DeadlineExceeded: a killed grader did not end.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         if batch_deadline is None:
             batch_deadline = time.monotonic() + limit * len(items) + self._start_timeout_s
         with self._lock:
-            return _Batch(self, items, limit, batch_deadline).run()
+            if not self._graders:
+                raise VerifierFault("grader pool", got="a batch after close() or a fault", expected="an open pool",
+                                    remedy="Make a new GraderPool; a fault before this one says why it closed.", stage="verify")
+            try:
+                return _Batch(self, items, limit, batch_deadline).run()
+            except BaseException:  # graders that work at a batch which is gone have nothing to say to the next one
+                self.close()
+                raise
 
 
 class _Batch:
@@ -263,134 +284,104 @@ class _Batch:
 
     def run(self) -> list[Verdict]:
         pool = self.pool
-        for grader in list(pool._graders):
-            if grader.process.poll() is not None:  # it died while idle: nobody's judgement is to blame
-                pool._counters["crashes"] += 1
-                pool._replace(grader)
+        for grader in tuple(pool._graders):
+            if grader.starting and grader.process.outgoing:  # its probes did not fit into the pipe: it could not go on by itself
+                grader.began = time.monotonic()
+            self._attend(grader)
         while self.waiting or any(grader.inflight for grader in pool._graders):
-            now = time.monotonic()
-            if now >= self.deadline:
+            if time.monotonic() >= self.deadline:
                 self._give_up()
                 break
-            for grader in list(pool._graders):
-                self._feed(grader, now)
-            self._wait(now)
-            for grader in list(pool._graders):
+            self._feed()
+            pool._wait(self.deadline, self.limit)
+            for grader in tuple(pool._graders):
                 self._attend(grader)
         pool._counters["judged"] += len(self.items)
         assert all(verdict is not None for verdict in self.verdicts)
         return [verdict for verdict in self.verdicts if verdict is not None]
 
-    def _feed(self, grader: _Grader, now: float) -> None:
-        room = min(WINDOW - len(grader.inflight), self.pool._tasks_per_worker - grader.judged - len(grader.inflight))
-        for _ in range(min(room, len(self.waiting))):
-            if not grader.inflight:
-                grader.started = now
-            index = self.waiting.popleft()
-            grader.inflight.append(index)
-            grader.outgoing += encode(vars(self.items[index]))
-
-    def _wait(self, now: float) -> None:
-        """Until a pipe is ready, the oldest judgement overruns, or the batch ends: whatever comes first."""
-        until = min([self.deadline, *(g.started + self.limit for g in self.pool._graders if g.inflight)])
-        with selectors.DefaultSelector() as selector:
+    def _feed(self) -> None:
+        """Share out what waits, one each in turn: none gets a second item while another has nothing to do."""
+        now = time.monotonic()
+        for depth in range(WINDOW):
             for grader in self.pool._graders:
-                if grader.inflight:
-                    selector.register(grader.fd("stdout"), selectors.EVENT_READ)
-                if grader.outgoing:
-                    selector.register(grader.fd("stdin"), selectors.EVENT_WRITE)
-            selector.select(max(0.0, until - now))
+                spent = grader.judged + len(grader.inflight) >= self.pool._tasks_per_worker
+                if not self.waiting or grader.starting or spent or len(grader.inflight) > depth:
+                    continue
+                if not grader.inflight:
+                    grader.began = now
+                index, nonce = self.waiting.popleft(), secrets.token_hex(8)
+                grader.inflight.append((index, nonce))
+                grader.process.send({"nonce": nonce, "item": vars(self.items[index])})
 
     def _attend(self, grader: _Grader) -> None:
         """Take replies; kill and replace where the limit has passed or the process has died; recycle where it is due."""
-        if not grader.inflight:
-            return
         pool = self.pool
-        alive = _flush(grader) and _receive(grader)
-        for reply in _decode(grader.incoming):
-            self.verdicts[grader.inflight.popleft()] = _verdict(reply)
-            grader.started = time.monotonic()
-            grader.judged += 1
-        if not alive:
+        if grader.starting:
+            pool._proceed(grader)
+            return
+        alive = grader.process.flush() & grader.process.receive() and (bool(grader.inflight) or grader.process.running)
+        confused = not self._take_replies(grader)
+        if confused or not alive:
             pool._counters["crashes"] += 1
-            self._lose(grader, Verdict(Status.ERROR, reason=f"the grader process died ({_cause_of_death(grader)})"))
-        elif grader.inflight and time.monotonic() - grader.started >= self.limit:
+            if grader.inflight:  # one that died while idle blames nobody's judgement
+                cause = "it wrote what is no reply" if confused else f"it died: {grader.process.cause_of_death(DEATH_S)}"
+                self._settle(grader, Verdict(Status.ERROR, reason=f"the grader process failed ({cause})"))
+            self._lose(grader)
+        elif grader.inflight and time.monotonic() - grader.began >= self.limit:
             pool._counters.update(timeouts=1, kills=1)
-            self._lose(grader, Verdict(Status.TIMEOUT, reason=f"no verdict within {self.limit:g} s"))
+            self._settle(grader, Verdict(Status.TIMEOUT, reason=f"no verdict within {self.limit:g} s"))
+            self._lose(grader)
         elif grader.judged >= pool._tasks_per_worker:
             pool._counters["recycled"] += 1
             pool._replace(grader)
 
-    def _lose(self, grader: _Grader, verdict: Verdict) -> None:
-        """Blame the judgement that was running, put the ones behind it back in front, replace the process."""
-        if grader.inflight:
-            self.verdicts[grader.inflight.popleft()] = verdict
-        self.waiting.extendleft(reversed(grader.inflight))
-        grader.inflight.clear()
+    def _take_replies(self, grader: _Grader) -> bool:
+        """Settle what the grader has answered; False where it wrote anything but the replies it owes: what comes next cannot be
+        told apart either."""
+        try:
+            while replies := grader.process.messages():
+                for reply in replies:
+                    verdict = _verdict(reply, grader.inflight[0][1]) if grader.inflight else None
+                    if verdict is None:
+                        return False
+                    self._settle(grader, verdict)
+                    grader.began = time.monotonic()
+                    grader.judged += 1
+        except ValueError:  # no frame, or no JSON in it
+            return False
+        return True
+
+    def _settle(self, grader: _Grader, verdict: Verdict) -> None:
+        index, _ = grader.inflight.popleft()
+        self.verdicts[index] = verdict
+
+    def _lose(self, grader: _Grader) -> None:
+        """Put the judgements behind the one that is to blame back in front, replace the process."""
+        self.waiting.extendleft(index for index, _ in reversed(grader.inflight))
         self.pool._replace(grader)
 
     def _give_up(self) -> None:
-        late = Verdict(Status.TIMEOUT, reason="the batch's deadline passed")
-        busy = [grader for grader in self.pool._graders if grader.inflight]
+        starting = sum(grader.starting for grader in self.pool._graders)
+        waited_for = f" while {starting} of {len(self.pool._graders)} graders were starting" if starting else ""
+        late = Verdict(Status.TIMEOUT, reason=f"the batch's deadline passed{waited_for}")
         for index, verdict in enumerate(self.verdicts):
             if verdict is None:
                 self.verdicts[index] = late
                 self.pool._counters["timeouts"] += 1
         self.waiting.clear()
-        for grader in busy:
+        for grader in [grader for grader in self.pool._graders if grader.inflight]:
             self.pool._counters["kills"] += 1
             self.pool._replace(grader)
 
 
-def _verdict(reply: dict) -> Verdict:
-    span = reply["span"]
-    return Verdict(Status(reply["status"]), reply["extracted"], (span[0], span[1]) if span else None, reply["reason"],
-                   reply["score"], tuple((name, value) for name, value in reply["terms"]))
-
-
-def _flush(grader: _Grader) -> bool:
-    """Write what the pipe takes; False if the other end is closed."""
-    while grader.outgoing:
-        try:
-            written = os.write(grader.fd("stdin"), grader.outgoing[: 1 << 16])
-        except BlockingIOError:
-            return True
-        except BrokenPipeError:
-            return False
-        del grader.outgoing[:written]
-    return True
-
-
-def _receive(grader: _Grader) -> bool:
-    """Read what is there; False at the end of the stream."""
-    while True:
-        try:
-            data = os.read(grader.fd("stdout"), 1 << 16)
-        except BlockingIOError:
-            return True
-        if not data:
-            return False
-        grader.incoming += data
-
-
-def _decode(buffer: bytearray) -> list[dict]:
-    """Take the complete messages out of the buffer."""
-    messages = []
-    while len(buffer) >= HEADER.size:
-        (size,) = HEADER.unpack(buffer[: HEADER.size])
-        if len(buffer) < HEADER.size + size:
-            break
-        messages.append(json.loads(bytes(buffer[HEADER.size : HEADER.size + size])))
-        del buffer[: HEADER.size + size]
-    return messages
-
-
-def _cause_of_death(grader: _Grader) -> str:
+def _verdict(reply: Any, nonce: str) -> Verdict | None:
+    """The verdict in a reply; None for anything that is not the reply to the request with this number."""
     try:
-        code = grader.process.wait(timeout=5.0)
-    except subprocess.TimeoutExpired:
-        return "closed its output"
-    grader.stderr.seek(0)
-    last = grader.stderr.read().decode("utf-8", "replace").strip().splitlines()
-    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"{cause}: {last[-1][:300]}" if last else cause
+        if reply["nonce"] != nonce:
+            return None
+        span, terms = reply["span"], tuple((name, value) for name, value in reply["terms"])
+        return Verdict(Status(reply["status"]), reply["extracted"], (span[0], span[1]) if span else None, reply["reason"],
+                       reply["score"], terms)
+    except (KeyError, TypeError, ValueError, IndexError):
+        return None

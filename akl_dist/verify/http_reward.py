@@ -5,7 +5,9 @@ Meant to run in a grader process. A redirect is not followed (the token would go
 
 from __future__ import annotations
 
+import functools
 import http.client
+import io
 import json
 import socket
 import time
@@ -34,6 +36,62 @@ class _Failed(Exception):
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         """None: the redirect is answered as the error it is to us."""
+
+
+class _Timed(io.RawIOBase):
+    """A connection's incoming bytes with one deadline over all reads: one that sends a byte now and then does not keep us."""
+
+    def __init__(self, raw: socket.SocketIO, connection: socket.socket, deadline: float) -> None:
+        super().__init__()
+        self._raw, self._connection, self._deadline = raw, connection, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError
+        self._connection.settimeout(remaining)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Answer(http.client.HTTPResponse):
+    """A response whose status line, headers and body share one deadline."""
+
+    def __init__(self, sock: socket.socket, debuglevel: int = 0, method: str | None = None, url: str | None = None, *,
+                 deadline: float) -> None:
+        super().__init__(sock, debuglevel, method, url)
+        raw: Any = self.fp.detach()  # type: ignore[attr-defined] (a buffered reader, before the first byte)
+        self.fp = io.BufferedReader(_Timed(raw, sock, deadline))
+
+
+class _Http(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """Opens http and https with :class:`_Answer`."""
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(self._plain, req)  # type: ignore[arg-type] (it only calls it)
+
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(self._encrypted, req)  # type: ignore[arg-type]
+
+    def _plain(self, host: str, *, timeout: float) -> http.client.HTTPConnection:
+        return self._answering(http.client.HTTPConnection(host, timeout=timeout))
+
+    def _encrypted(self, host: str, *, timeout: float) -> http.client.HTTPConnection:
+        return self._answering(http.client.HTTPSConnection(host, timeout=timeout))
+
+    def _answering(self, connection: http.client.HTTPConnection) -> http.client.HTTPConnection:
+        connection.response_class = functools.partial(_Answer, deadline=self._deadline)  # type: ignore[assignment]
+        return connection
 
 
 @dataclass(frozen=True)
@@ -83,8 +141,8 @@ class HttpReward:
         request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")
         deadline = time.monotonic() + self.timeout_s
         try:
-            with urllib.request.build_opener(_NoRedirects).open(request, timeout=self.timeout_s) as response:
-                text = self._read(response, deadline)
+            with urllib.request.build_opener(_NoRedirects, _Http(deadline)).open(request, timeout=self.timeout_s) as response:
+                text = self._read(response)
         except urllib.error.HTTPError as error:
             with error:
                 raise _Failed(f"status {error.code}", final=error.code not in RETRIED) from None
@@ -98,16 +156,10 @@ class HttpReward:
             raise _Failed(f"a broken answer ({type(error).__name__})") from None
         return _parsed(text if self.token is None else text.replace(self.token.encode(), b"(token)"))
 
-    def _read(self, response: http.client.HTTPResponse, deadline: float) -> bytes:
-        """The body, with the deadline over all of it: a server that sends a byte now and then does not keep us."""
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
+        """The body, up to its limit."""
         parts, size = [], 0
-        connection = getattr(getattr(response.fp, "raw", None), "_sock", None)
         while True:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise TimeoutError
-            if isinstance(connection, socket.socket):
-                connection.settimeout(remaining)
             part = response.read1(1 << 16)
             if not part and response.length:
                 raise _Failed(f"an answer cut short by {response.length} bytes")

@@ -28,6 +28,8 @@ _UNICODE = {
     "⩽": "\\le ",
     "⩾": "\\ge ",
     "≠": "\\ne ",
+    "≈": "\\approx ",
+    "ℝ": "\\mathbb{R}",
     "∪": "\\cup ",
     "∩": "\\cap ",
     "±": "\\pm ",
@@ -51,30 +53,30 @@ _UNICODE = {
     "¾": "\\frac{3}{4}",
     "⅓": "\\frac{1}{3}",
     "⅔": "\\frac{2}{3}",
-    "⁰": "^{0}",
-    "¹": "^{1}",
-    "²": "^{2}",
-    "³": "^{3}",
-    "⁴": "^{4}",
-    "⁵": "^{5}",
-    "⁶": "^{6}",
-    "⁷": "^{7}",
-    "⁸": "^{8}",
-    "⁹": "^{9}",
-} | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F) if code not in (0xFF08, 0xFF09, 0xFF0C)}
+} | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F) if code not in (0xFF08, 0xFF09, 0xFF0C)
+} | dict.fromkeys("\u00ad\u200c\u200d\u200e\u200f\u2060\ufeff", "")  # invisible
 _TRANSLATION = str.maketrans(_UNICODE)
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
+_LEVEL = str.maketrans(_RAISED + _LOWERED, "0123456789+-" * 2)
+_SCRIPTS = re.compile(f"[{_RAISED}]+|[{_LOWERED}]+")
 
 USD = "\x03"  # an escaped dollar sign, or one before a number: currency, not a math delimiter
-_TEXT = r"\\(?:text|mbox|hbox|textrm|textnormal|textbf|textit|textsf|mathrm|mathbf|mathit|mathsf|boldsymbol|bm)"
+_TEXT = r"\\(?:text|mbox|hbox|textrm|textnormal|textbf|textit|textsf|texttt|textsc|textup|emph|underline|" \
+    r"mathrm|mathbf|mathit|mathsf|boldsymbol|bm)"
 
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
         (r"\\\$", USD),
+        (r"\\pounds(?![A-Za-z])", "£"),
+        (r"\\(?:euro|texteuro)(?![A-Za-z])", "€"),
+        (r"(?<=.)\\(?:mathrm|operatorname|mathbf|mathit|boldsymbol|bm|text)\s*\{([ie])\}", r" \1"),  # a constant, no unit
+        (r"\\(?:log)\s*_\s*([0-9A-Za-z])", r"\\log_{\1}"),
         (r"\\%", "%"),
         (r"\{,\}", ","),
         (r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))", ","),
         (r"(?<=\d)\\[,;:]\s*(?=\d{3}(?!\d))", ","),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])", ""),
         (r"\\!|\\displaystyle|\\textstyle|\\limits|\\(?:left|right)\.", ""),
         (r"\\(?:left|right|[bB]ig+[lr]?)(?![A-Za-z])", ""),
         (r"\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\hspace\{[^{}]*\}", " "),
@@ -82,19 +84,21 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (_TEXT + r"\s*\{\s*(and|or),?\s*\}", r" \1 "),
         (_TEXT + r"\s*\{", r"\\text{"),
         (r"\\(?:times|ast)(?![A-Za-z])", r"\\cdot"),
+        (r"\\mathbb\s*(?:R|\{\s*R\s*\})(?!\s*\^)|(?:\\text\{\s*|^)all real numbers(?:\s*\}|$)", r"(-\\infty ,\\infty )"),
+        (r"^\s*\\approx(?![A-Za-z])", ""),
         (r"\*\*", "^"),
         (r"\*", r"\\cdot "),
         (r"\\div(?![A-Za-z])", "/"),
         (r"\\leq?(?:slant)?(?![A-Za-z])|<=", r"\\le "),
         (r"\\geq?(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
-        (r"\\neq(?![A-Za-z])", r"\\ne "),
+        (r"\\neq?(?![A-Za-z])|\\not\s*=", r"\\ne "),
         (r"\\lt(?![A-Za-z])", "<"),
         (r"\\gt(?![A-Za-z])", ">"),
         (r"\\[lr]brack(?![A-Za-z])", lambda m: "[" if m.group()[1] == "l" else "]"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\(?:infin|varinfty)(?![A-Za-z])|\binfinity\b", r"\\infty"),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\\(?:[lc]?dots[cbmio]?|ldots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
         (
             r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|(?<=\d)\s*(?:\\text\{\s*degrees?\s*\}|degrees?\b)",
@@ -110,24 +114,49 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
     )
 )  # type: ignore[misc]
-_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), ('"', '"'), ("“", "”"))
+_ROW_END = "\x04"  # \\\\ inside an environment, where "\\\\ " is no spacing command
+_OPEN_BRACKETS = re.compile(r"((?:.*\\in(?![A-Za-z]))?\s*)([\[\](])([^\[\](),;]+),([^\[\](),;]+)([\[\])])(\s*)", re.DOTALL)
 _SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 _WRAPPER = re.compile(r"\\text\{([^{}]*)\}")
 
 
 def canonical(text: str) -> str:
     """One spelling of an answer string; idempotent on what the verifier compares. Empty if nothing is left."""
-    out = text.translate(_TRANSLATION).strip()
+    out = _SCRIPTS.sub(_level, text).translate(_TRANSLATION).strip()
     for _ in range(3):
         out = _unwrap_delimiters(out.strip())
         out = _strip_end(out)
         if out.endswith(".") and not out.endswith(".."):
             out = out[:-1]
     out = re.sub(r"^\$(?=\s*[\d.,])", USD, out)
+    rows = "\\begin" in out
+    out = re.sub(r"\\\\(?:\[[^\[\]]*\])?", _ROW_END, out) if rows else out
     for pattern, replacement in _REWRITES:
         out = pattern.sub(replacement, out)
-    out = _sqrt_parentheses(out.replace("$", ""))
-    return re.sub(r"\s+", " ", out).strip()
+    out = _sqrt_parentheses(out.replace("$", "")).replace(_ROW_END, "\\\\")
+    return _outer_groups(re.sub(r"\s+", " ", out).strip())
+
+
+def _level(match: re.Match[str]) -> str:
+    """A run of raised or lowered characters as one LaTeX script."""
+    run = match.group()
+    return f"{'^' if run[0] in _RAISED else '_'}{{{run.translate(_LEVEL)}}}"
+
+
+def _outer_groups(text: str) -> str:
+    """Without braces (or a text wrapper around LaTeX) that hold everything; half-open intervals written ``[0,1[`` as ``[0,1)``."""
+    for opener in ("{", "{", "\\text{"):
+        inner = text[len(opener) : -1]
+        whole = text.startswith(opener) and closing(text, len(opener) - 1) == len(text) - 1
+        if whole and (opener == "{" or "\\" in inner or ";" in inner):
+            text = inner.strip()
+    if "[" not in text and "]" not in text:
+        return text
+    pieces = [_OPEN_BRACKETS.fullmatch(piece) for piece in text.split("\\cup")]
+    if not all(pieces) or not any(m and (m[2] == "]" or m[5] == "[") for m in pieces):
+        return text
+    return "\\cup".join(f"{m[1]}{m[2].replace(']', '(')}{m[3]},{m[4]}{m[5].replace('[', ')')}{m[6]}" for m in pieces if m)
 
 
 def _strip_end(text: str) -> str:

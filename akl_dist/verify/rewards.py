@@ -22,7 +22,7 @@ from akl_dist.contract.errors import UserError
 from akl_dist.contract.records import MAIN_TERM, Prompt, Status, Turns, Verdict
 from akl_dist.verify import math
 from akl_dist.verify.adapters import FAILURES, RewardFunction, RewardItem, call, failed, load_function, verdict_of, with_answer
-from akl_dist.verify.extract import locate
+from akl_dist.verify.extract import extract, locate
 from akl_dist.verify.grader import PROBES as MATH_PROBES
 from akl_dist.verify.http_reward import HttpReward
 from akl_dist.verify.segments import END_THINK, THINK
@@ -278,7 +278,7 @@ class RewardJudge:
             return code.judge(gold=item.gold, response_text=item.response_text, truncated=item.truncated,
                               think_open=item.think_open)
         if source.kind == "format":
-            return verdict_of(well_formed(item), right_at=1.0)
+            return verdict_of(well_formed(item, item.kind or self.settings.main.kind), right_at=1.0)
         if source.kind == "http":
             verdict = self._endpoints[source].judge(item, right_at=self.settings.right_at)
         elif source.kind == "custom":
@@ -295,13 +295,14 @@ class RewardJudge:
         return verdict_of(answer, right_at=self.settings.right_at)
 
 
-def well_formed(item: RewardItem) -> bool:
-    """Term ``format``: one think section, opened (by the prompt or the response) and closed, then an answer that is marked as such,
-    in a response that ended by itself."""
+def well_formed(item: RewardItem, kind: str = "math") -> bool:
+    """Term ``format``: one think section, opened (by the prompt or the response) and closed, then an answer that is marked as such
+    (for ``math`` not by a fence of code), in a response that ended by itself."""
     text = item.response_text
     opens, closes = text.count(THINK), text.count(END_THINK)
     sections = closes == 1 and opens == (0 if item.think_open else 1) and text.find(THINK) < text.find(END_THINK)
-    return sections and not item.truncated and locate(text, think_open=item.think_open) is not None
+    find = extract if kind == "math" else locate
+    return sections and not item.truncated and find(text, think_open=item.think_open) is not None
 
 
 _judge: RewardJudge | None = None

@@ -30,7 +30,7 @@ _EXPANDED = re.compile(
 )  # evaluated while parsing, or term by term
 _LARGE = re.compile(r"\d{4}|\d\s*\}?\s*(?:\^|!)")
 _FOREIGN = re.compile(
-    r"\\text|'|%|°|\\ldots|\\begin|[=<>;,:#&@\"?\\]{2,}|(?<!\\)[=<>;:#&@\"?]|\\[lg]e(?![A-Za-z])|\\in(?![A-Za-z])|\\pm|\d\s+\d|\\angle"
+    r"\\text|'|%|°|\\ldots|\\begin|[=<>;,:#&@\"?\\]{2,}|(?<!\\)[=<>;:#&@\"?]|\\[lg]e(?![A-Za-z])|\\in(?![A-Za-z])|\\pm|\d\s+\d|\\angle|\\[pb]?mod(?![A-Za-z])"
 )
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z])[A-Za-z]{4,}")
 _FUNCTIONS = ("sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln", "log", "exp")

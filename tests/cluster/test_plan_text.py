@@ -26,7 +26,7 @@ def rows(*overrides: str) -> dict[str, str]:
 
 def test_the_default_experiment() -> None:
     found = rows("+exp=tiny")
-    assert list(found) == ["model", "data", "policy loss", "advantage", "rollout correction", "KL on reasoning tokens",
+    assert list(found) == ["model", "data", "verifier", "policy loss", "advantage", "rollout correction", "KL on reasoning tokens",
                            "KL on answer tokens", "KL estimator", "token roles"]
     assert found["policy loss"] == "ppo(default parameters), anchor old, token_mean"
     assert found["advantage"] == "grpo, divided by the group's standard deviation"
@@ -92,3 +92,13 @@ def test_a_critic_from_the_hub_is_missing_here() -> None:
     assert "critic's model Qwen/Qwen3-4B" in item
     same = missing("objective.advantage=gae", "model.path=Qwen/Qwen3-4B", "critic.path=Qwen/Qwen3-4B")
     assert len(same) == 1 and "hub: model Qwen/Qwen3-4B" in same[0]
+
+
+def test_data_verifier_and_roles_name_what_differs() -> None:
+    assert rows("+exp=tiny")["verifier"].strip() == "math" and rows("+exp=tiny")["token roles"].strip() == "majority"
+    mixed = rows("data=math_code", "data.mixture.mbpp.weight=3", "rollout.max_response_tokens=512", "roles=tail",
+                 "learner.max_tokens_per_micro_batch=4096", "reference.max_tokens_per_batch=4096")
+    assert "mbpp" in mixed["data"] and "%" in mixed["data"] and mixed["verifier"].strip() == "code, math"
+    assert mixed["token roles"].strip() == "majority (position tail, code_answer signature_and_return)"
+    tool = rows("+exp=tiny_tir", "verify.terms={format: {weight: 0.1}}")
+    assert tool["verifier"].strip() == "math + 0.1 format; conversations with python, at most 2 answers"

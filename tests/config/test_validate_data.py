@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -61,6 +62,10 @@ def test_what_passes(overrides):
     ([*BASE, "data.mixture={tiny: {weight: -1}}"], "expected a number of at least 0"),
     ([*BASE, "data.mixture={tiny: {weight: 0}}"], "a weight above 0 of at least one source"),
     ([*BASE, "data.mixture={tiny: {}, multi_solution: {weight: 0, eval: false}}"], "nothing would use this source"),
+    ([*BASE, f"data.mixture={{tiny: {{}}, x: {{recipe: generic, weight: 0, path: {__file__}}}}}"],
+     "data.mixture.x.eval_path: got None; expected a file for a source of weight 0"),
+    ([*BASE, TWO, "data.template_kwargs={enable_thinking: no}"], "got 'no'; expected true or false"),
+    ([*BASE, TWO, "data.template_kwargs={enable_thinking: 'False'}"], "Write data.template_kwargs.enable_thinking=false."),
     ([*BASE, "data.mixture={tiny: {limit: 0}}"], "data.mixture.tiny.limit: got 0"),
     ([*BASE, "data.mixture={tinny: {}}"], "data.mixture.tinny.recipe: got None; expected a recipe"),
     ([*BASE, "data.mixture={tinny: {}}"], "Write tiny for tinny"),
@@ -126,8 +131,10 @@ def test_the_page_on_data_says_what_is_so():
     assert (sources["shop"].verifier, sources["aime24"].weight, sources["gsm8k"].weight) == ("", 0, 3)
     table = page.split("| key of a source |")[1].split("\n\n")[0]
     assert set(re.findall(r"`([a-z_]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))) == set(KEYS)
-    for line in re.findall(r"'data\.mixture=.*'", page):
-        assert mixture_sources(compose(["data=math_code", line.strip("'")]).data.mixture)
+    commands = [shlex.split(one) for one in re.findall(r"python -m akl_dist\.main (.*data\.mixture=.*)", page.replace("\\\n", " "))]
+    assert commands
+    for one in commands:
+        assert problems(*(LONG if word == "model.path=DIR" else word for word in one)) == "", "what the page shows can be run"
 
 
 def test_hardly_any_prompts_a_step():
@@ -142,4 +149,7 @@ def test_what_a_dry_run_says_of_the_hub(tmp_path):
     config = compose([*BASE, f"data.mixture={{tiny: {{}}, math: {{path: {file}}}, gsm8k: {{}}}}"])
     assert from_hub(config.data) == ["gsm8k"]
     assert [text for text in lacking(config, layout(config)) if text.startswith("hub: data set gsm8k")]
+    held_out = compose([*BASE, f"data.mixture={{tiny: {{}}, math: {{weight: 0, eval_path: {file}}}, aime24: {{weight: 0}}, mbpp: "
+                        f"{{path: {file}, eval_path: {file}}}, gsm8k: {{eval_path: {file}}}, dapo_math: {{path: {file}}}}}"])
+    assert from_hub(held_out.data) == ["aime24", "gsm8k"], "of a source only evaluated the hub's training side is not read"
     assert from_hub(compose(["data=gsm8k", LONG]).data) == ["gsm8k"] and from_hub(compose([]).data) == []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from akl_dist.config.validate import warnings
+from akl_dist.config.validate_rollout import INTERPRETERS
 from akl_dist.rollout.launch import ENTROPY_TOPK, engine_settings
+from akl_dist.rollout.python_tool import PythonTool
 from akl_dist.rollout.tools import ToolSettings
 from tests.config.test_validate import composed, problems
 
@@ -64,3 +68,34 @@ def test_what_an_engine_is_made_with() -> None:
     assert own is not None and own.params == {"size": 8} and own.environment == "mine.games:Chess"
     plain = engine_settings(composed("roles.entropy_source=rollout_topk"), "folder")
     assert plain.tools is None and plain.entropy_topk == ENTROPY_TOPK == 20
+
+
+def test_a_replay_of_conversations_needs_no_environment(tmp_path):
+    """The preset that made a dump also trains from it, scores of an environment included: nothing is sampled, nothing started."""
+    (tmp_path / "step_000001.parquet").touch()
+    replay = (f"rollout.replay={tmp_path}", "steps=1")
+    assert problems(*PYTHON, *replay) == {}
+    assert problems(*OWN, "verify.kind=environment", *replay) == {}
+    (said,) = [text for text in warnings(composed(*PYTHON, *replay)) if text.startswith("rollout.tools")]
+    assert "not started" in said
+
+
+def test_answers_that_are_taken_for_calls():
+    def said(*overrides):
+        return [text for text in warnings(composed(*PYTHON, *overrides)) if "instead of answering" in text]
+
+    assert len(said("verify.kind=code", "rollout.tools.call=fenced")) == 1
+    assert not said("verify.kind=code", "rollout.tools.call=hermes") and not said("verify.kind=math")
+
+
+def test_more_responses_than_interpreters():
+    def said(*overrides):
+        size = ("rollout.prompts_per_step=17", "rollout.group_size=4", "rollout.num_engines=1")
+        return [text for text in warnings(composed(*PYTHON, *size, *overrides)) if "interpreters" in text]
+
+    persistent = "rollout.tools.interpreter=persistent"
+    assert inspect.signature(PythonTool).parameters["max_interpreters"].default == INTERPRETERS
+    assert len(said(persistent)) == 1 and "68 responses" in said(persistent)[0]
+    assert not said() and not said(persistent, "rollout.tools.num_workers=2")
+    assert not said(persistent, "rollout.tools.params={max_interpreters: 68}")
+    assert said(persistent, "rollout.tools.params={max_interpreters: 67}")

@@ -14,12 +14,14 @@ from akl_dist.critic.batch import (
     MOMENTS,
     SUMS,
     ValueSample,
+    mean_advantage,
     metrics_from_sums,
     micro_batch_loss,
     pack,
     samples_of,
     target_moments,
     targets_of,
+    token_advantages,
 )
 from akl_dist.critic.pool import RankReport, combined
 from akl_dist.critic.warmup import AfterWarmup
@@ -166,3 +168,27 @@ def test_samples_carry_the_mask_of_their_turns():
     made = samples_of(0, group, RolloutArrays(np.arange(6, dtype=np.int32), np.zeros(6, np.float32)))
     masks = [one.mask for one in made.values()]
     assert [None if mask is None else mask.tolist() for mask in masks] == [[True, False, False, True], [True, True]]
+
+
+def test_the_learner_gets_an_advantage_for_every_token_of_a_conversation():
+    """[sampled, written, sampled] and a response of one turn: the learner's arrays keep their whole length, and a response's own
+    advantage is the mean over its sampled tokens. V = (1, ., 2), reward 8, gamma = lam = 1/2: advantages (3/2, ., 6)."""
+    from akl_dist.contract.records import ReferenceArrays, RoleArrays
+    from akl_dist.learner import batch as learner
+
+    group = training_group("p", lengths=(3, 2), advantages=(8.0, 0.0), trains=(True, True))
+    rollout = dataclasses.replace(group.labelled.rollout, turns=(Turns((1, 1, 1)), Turns((2,))))
+    group = dataclasses.replace(group, labelled=dataclasses.replace(group.labelled, rollout=rollout))
+    zeros = np.zeros(5, np.float32)
+    arrays = RolloutArrays(np.arange(5, dtype=np.int32), zeros)
+    samples = samples_of(0, group, arrays)
+    batch = pack(list(samples), list(samples.values()))
+    targets = targets_of(batch, torch.tensor([1.0, 9.0, 2.0, 0.0, 0.0]), gamma=0.5, lam=0.5)
+    made = token_advantages(batch, targets, samples)
+    first = made[0, 0]
+    assert first.dtype == np.float32 and first[1] == 0 and first[2] == 6 and first[0] == 0 + 0.5 * 2 - 1 + 0.25 * 6
+    assert mean_advantage(samples[0, 0], first) == (first[0] + first[2]) / 2
+    assert mean_advantage(samples[0, 1], made[0, 1]) == 0.0 and mean_advantage(None, np.zeros(2, np.float32)) == 0.0
+    critic = CriticArrays(np.concatenate([made[0, 0], made[0, 1]]))
+    (one, two) = learner.samples_of(group, arrays, ReferenceArrays(zeros, zeros), RoleArrays(zeros.astype(bool)), critic)
+    assert one.token_advantages.tolist() == first.tolist() and len(two.token_advantages) == 2

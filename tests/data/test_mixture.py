@@ -284,6 +284,10 @@ def test_evaluation_is_shared_out(write_jsonl, tokenizer_path):
     assert alone.train == [] and len(alone.evaluation) == 3 and alone.report.overlap == ()
     no_file = sources(write_jsonl, change={"gsm8k": {"eval_path": None}})
     assert {p.source for p in load_evaluation(no_file, tokenizer_path, num_problems=None).evaluation} == {"own"}
+    nothing = load(sources(write_jsonl, change={"gsm8k": {"eval_path": None}, "own": {"eval": False}}), tokenizer_path,
+                   num_eval_problems=None)
+    said = str(nothing.report)
+    assert "evaluation: none (no source has a held-out side" in said and "set data.eval_path" not in said
 
 
 def test_sources_that_are_only_evaluated(write_jsonl, tokenizer_path):

@@ -145,6 +145,16 @@ def test_a_system_message_that_the_template_refuses(tmp_path):
         PromptTemplate(model_folder(tmp_path, "gemma"), system_prompt="be brief").encode("2+2?")
 
 
+@pytest.mark.parametrize("variables", [{"tools": [1]}, {"date": 5}])
+def test_variables_of_another_kind_than_the_template_takes(tmp_path, variables):
+    """transformers and the template's own arithmetic raise what they like; the message is ours."""
+    folder = model_folder(tmp_path, "qwen3")
+    (folder / "chat_template.jinja").write_text("{{- 'Today: ' + (date if date is defined else 'never') }}\n" + QWEN3)
+    assert PromptTemplate(folder, variables={"date": "1 May"}).encode("2+2?")
+    with pytest.raises(ModelError, match=rf"chat template.*data\.template_kwargs \({next(iter(variables))}\)"):
+        PromptTemplate(folder, variables=variables).encode("2+2?")
+
+
 # --- what ends a response -------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +12,7 @@ from akl_dist.config.schema import ColumnsConfig, DataConfig
 from akl_dist.contract.errors import CheckpointError, DataError
 from akl_dist.contract.records import Prompt
 from akl_dist.data.contamination import normalised
-from akl_dist.data.source import PromptSource, load
+from akl_dist.data.source import PromptSource, load, load_evaluation
 
 
 def prompts(n: int) -> list[Prompt]:
@@ -187,6 +188,24 @@ def test_a_local_file_without_a_held_out_file_has_no_evaluation(write_jsonl, tok
     loaded = load(config(path, None), tokenizer_path, num_eval_problems=5)
     assert loaded.evaluation == [] and loaded.report.evaluation.rows == 0
     assert "no held-out file" in str(loaded.report)
+
+
+def test_an_evaluation_reads_no_training_file(write_jsonl, tokenizer_path):
+    """data.path is not taken for the evaluation problems, and nothing else is evaluated in its place."""
+    path = write_jsonl("train.jsonl", [{"prompt": "a", "answer": "1"}])
+    for data in (config(path, None), DataConfig(recipe="aime24", path=path)):
+        with pytest.raises(DataError, match=rf"data\.eval_path: got null beside data\.path.*data\.eval_path={re.escape(path)}"):
+            load_evaluation(data, tokenizer_path, num_problems=None)
+    with pytest.raises(DataError, match=r"data\.eval_path: got null; expected a file.*data\.eval_path=FILE"):
+        load_evaluation(DataConfig(recipe="generic"), tokenizer_path, num_problems=None)
+
+
+def test_a_folder_without_the_split_suggests_no_other_split(write_jsonl, tokenizer_path, tmp_path):
+    """Training rows are never proposed in place of the evaluation problems that are missing."""
+    write_jsonl("d/math_train.jsonl", [{"problem": "b", "solution": r"\boxed{2}"}])
+    with pytest.raises(DataError, match=r"data\.eval_path: got .*/d, without math_test or math") as caught:
+        load_evaluation(DataConfig(recipe="math", eval_path=str(tmp_path / "d")), tokenizer_path, num_problems=None)
+    assert "math_train" not in str(caught.value) and ".jsonl, .json or .parquet" in str(caught.value)
 
 
 def test_generic_needs_a_place(tokenizer_path):

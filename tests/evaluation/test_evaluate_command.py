@@ -106,7 +106,19 @@ def test_a_published_score_is_held_against_ours(command, tmp_path, capsys, monke
     assert (one["difference"], one["ours"]) == (-8.0, 50.0) and one["z"] == pytest.approx(-8 / 4.9356, rel=1e-4)
     assert {"problems": {"here": 6, "there": 100}, "samples": {"here": 2, "there": 1}}.items() <= one["differs"].items()
     assert {"prompt", "shots", "max_tokens"} <= set(one["not_stated"])
-    assert "tiny: published 58.0 % (accuracy; A Report, Table 1), ours 50.0 % +- 4.9 (avg@2)" in capsys.readouterr().out
+    assert "tiny: published 58.0 % (accuracy; A Report, Table 1), ours 50.0 % (avg@2): difference -8.0 +- 4.9 points" in " ".join(
+        capsys.readouterr().out.split()), "4.9 is the error of the difference, not of ours"
+
+
+def test_a_source_with_a_limit_of_its_own(command, tmp_path, capsys):
+    """Half of the responses end at the limit; the advice names the limit that held, and the result holds each benchmark's."""
+    assert command("data.recipe=mixture", "data.mixture={tiny: {max_response_tokens: 7}, multi_solution: {}}") == 0
+    said = capsys.readouterr().out
+    assert "50 % of the responses on tiny end at the limit of 7 tokens" in said
+    assert "raise max_response_tokens of its source in data.mixture" in said
+    assert "on multi_solution end at the limit of 64 tokens and count as no answer: raise rollout.max_response_tokens." in said
+    found = json.loads((tmp_path / "evaluate" / "r" / "evaluation.json").read_text())
+    assert found["sampling"]["max_response_tokens_of"] == {"tiny": 7, "multi_solution": 64}
 
 
 def test_without_a_sandbox_everybody_is_told(command, tmp_path, capsys):
@@ -163,6 +175,7 @@ def test_mistakes(command, capsys):
         (["evaluate.sample=8"], "evaluate.samples"),
         (["evaluate.num_problems=0"], "at least 1, or null"),
         (["data=nope"], "data"),
+        (["data=generic"], "data.eval_path: got null; expected a file"),
         (["data=math500", "data.eval_path=/nowhere.jsonl"], "data.eval_path"),
     ):
         assert evaluate.main(arguments) == 2

@@ -165,6 +165,19 @@ def test_ks():
     assert [default_ks(n) for n in (1, 2, 3, 8, 12)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8), (1, 2, 4, 8, 12)]
 
 
+def test_tables_fit_a_terminal():
+    """Benchmarks that do not fit side by side into 100 columns go below each other; each keeps its own figures."""
+    names = ["gsm8k", "mbpp_sanitized", "humaneval", "aime24", "sums/of_one's_own_with_a_long_name"]
+    rows = [row for right, name in enumerate(names) for row in records({p: [1] * right + [0] * (4 - right) for p in "pq"}, name)]
+    results = summarise(rows, {name: ["p", "q"] for name in names}, samples=4)
+    text = table(results)
+    assert max(map(len, text.splitlines())) <= 100
+    assert [text.count(name) for name in names] == [1] * 5 and 1 < text.count("avg@k (%)") < 5
+    found = [cell for line in text.splitlines() if line.startswith("avg@k") for cell in line.split("(%)")[1].split("+- 0.0")]
+    assert [cell.strip() for cell in found if cell.strip()] == ["0.0", "25.0", "50.0", "75.0", "100.0"]
+    assert table({"a": results["gsm8k"]}).count("avg@k (%)") == 1
+
+
 def test_table_shows_what_is_missing():
     rows = records({"p": [1, None], "q": [0, 0]})
     text = table(summarise(rows, {"b": ["p", "q"]}, samples=2))

@@ -124,6 +124,16 @@ def test_which_model_it_is(path, name):
     assert known_model(path) == name
 
 
+def test_comparisons_fit_a_terminal():
+    theirs = score(73.8, mode="non-thinking", problems=30, samples=64, temperature=0.6, top_p=0.95, max_tokens=38912,
+                   prompt="Please reason step by step, and put your final answer within \\boxed{}.")
+    text = report("m", "m", {"b": compare(theirs, result(0.7, 0.06), OURS)})
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100 and len(lines) > 4
+    assert "max_tokens 8192 here, 38912 there" in " ".join(text.split()), "nothing is lost"
+    assert r"within \boxed{}.' there" in " ".join(text.split()), "as one writes it"
+
+
 def test_nothing_on_file_is_said():
     model, found = compared("Qwen/Qwen3-4B", {"gsm8k": result(0.9, 0.1)}, {"gsm8k": OURS})
     assert (model, found) == ("Qwen/Qwen3-4B", {"gsm8k": None})

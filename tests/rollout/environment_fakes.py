@@ -48,6 +48,8 @@ class Obedient:
             print("noise on stdout", flush=True)
             os.write(1, b"\0\0\0\1x")
             return Step(f"read {sys.stdin.read()!r}")
+        if command == "fork":
+            os.fork()  # and both come back
         if command == "no-step":
             return "a text"  # type: ignore[return-value]
         if command == "not-finite":

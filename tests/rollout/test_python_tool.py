@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def key(pool, request):
     ("", NOTHING, False),
     ("None", NOTHING, False),
     ("print('before')\n1 / 0", "before\nZeroDivisionError: division by zero", True),
+    ("raise ValueError('one line\\nand another')", "ValueError: one line and another", True),
     ("import sys\nsys.exit()", NOTHING, False),
     ("import sys\nprint('aside', file=sys.stderr)", NOTHING, False),
     ("import sys\nsys.exit(4)", "SystemExit: 4", True),
@@ -247,3 +249,11 @@ def test_no_isolation_is_refused(monkeypatch):
     tool = PythonTool(allow_unsandboxed=True)
     tool._workshop.close()
     assert asked == [False, True]
+
+
+def test_a_box_in_reasoning_that_the_template_opened_is_a_void_turn(pool):
+    for key, task in (("open", replace(TASK, think_open=True)), ("plain", TASK)):
+        pool.open(key, task)
+        pool.step(key, r"it may be \boxed{4}")
+        assert answer(pool, key) == Step(None, void=task.think_open)
+        pool.close_one(key)

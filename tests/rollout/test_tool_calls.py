@@ -130,3 +130,11 @@ def test_no_text_breaks_the_parser(turn, style):
     assert not (is_void(turn, style=style) and call is not None)
     if style == "fenced" and call is not None:
         assert turn.rstrip()[-3:] in ("```", "~~~")
+
+
+def test_reasoning_that_the_template_opened_answers_once_it_is_closed():
+    """A box inside it is a thought."""
+    for style in STYLES:
+        assert is_void(r"it is \boxed{4}", style=style, think_open=True) and not is_void(r"it is \boxed{4}", style=style)
+        assert not is_void(r"so</think>it is 4", style=style, think_open=True)
+        assert is_void("so</think> ", style=style, think_open=True)

@@ -64,7 +64,8 @@ def test_one_piece_without_an_environment():
 
 
 @pytest.mark.parametrize(("step", "reason"), [
-    (Step("9", call=True), "turns"), (Step("9", void=True), "turns"), (Step(None), "stop"), (Step(None, void=True), "stop")])
+    (Step("9", call=True), "turns"), (Step("9", void=True), "turns"), (Step(None), "stop"), (Step(None, void=True), "stop"),
+    (Step(None, call=True), "stop")])  # a call that ends the response by itself, such as one that hands the answer in
 def test_the_turn_after_the_last_answer_is_final(step, reason):
     one = conversation(max_turns=1)
     say(one, END)

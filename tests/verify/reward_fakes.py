@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import stat
 import sys
 import time
 
 from akl_dist.contract.records import Status, Verdict
+from akl_dist.sandbox.inside import codec
+
+FORGED = {"nonce": "probe", "status": "ok", "extracted": None, "span": None, "reason": "", "score": 99.0, "terms": []}
+FRAMES = {"forged": codec.frame(FORGED), "other": codec.frame(["no reply"]), "no-json": b"\0\0\0\2{]", "huge": b"\xff" * 64}
 
 
 class Odd(Exception):
@@ -29,6 +35,17 @@ def commanded(response: str, gold: str) -> object:
         raise Odd("the reason")
     if command == "print":
         print("x" * 100_000)
+    if command == "write":  # into whatever pipe there is, before the reply
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                    os.write(fd, FRAMES[argument])
+        return 1.0
+    if command == "read":
+        return {"score": 0.5, "extracted": sys.stdin.read() + "."}
+    if command == "fork":
+        os.fork()  # and both come back
+        return argument == gold
     if command == "pid":
         return Verdict(Status.OK, str(os.getpid()))
     if command == "environment":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from akl_dist.contract.errors import VerifierFault
+from akl_dist.contract.errors import DeadlineExceeded, VerifierFault
 from akl_dist.contract.records import Status
 from akl_dist.verify.grader import GraderPool, Item
 
@@ -28,6 +28,18 @@ def items(*texts, gold="a"):
 
 def statuses(verdicts):
     return [verdict.status.value for verdict in verdicts]
+
+
+class Starts:
+    """A pool of fake graders whose starts follow a plan (grader_fakes), and the record of these starts."""
+
+    def __init__(self, folder, plan, **options):
+        self.record = folder / "starts"
+        environment = PATH | {"FAKE_STARTS": str(self.record), "FAKE_PLAN": plan}
+        self.pool = fake_pool(**({"environment": environment} | options))
+
+    def count(self, word):
+        return self.record.read_text().split().count(word)
 
 
 def gone(pid, within_s=5.0):
@@ -122,6 +134,126 @@ def test_batch_deadline():
         assert time.monotonic() - start < 10
         assert statuses(verdicts) == ["ok", "timeout", "timeout"]
         assert statuses(pool.judge_many(items("a"))) == ["ok"]
+
+
+def test_nobody_waits_for_a_replacement(tmp_path):
+    """One of two graders hangs; while its replacement starts, the other one ends the batch. The next batches take it up."""
+    starts = Starts(tmp_path, "ok ok slow", num_workers=2, timeout_s=1.0)
+    texts = [f"x{k}" for k in range(20)]
+    with starts.pool as pool:
+        hung, stays = pool.pids()
+        verdicts = pool.judge_many(items("hang", *texts))
+        assert starts.count("up") == 2, "the batch waited for the replacement"
+        assert statuses(verdicts) == ["timeout"] + ["wrong"] * 20
+        assert [v.extracted for v in verdicts[1:]] == texts
+        fresh = next(pid for pid in pool.pids() if pid not in (hung, stays))
+        assert len(pool.pids()) == 2 and gone(hung)
+        assert starts.count("up") == 2 and {v.extracted for v in pool.judge_many(items(*["pid"] * 8))} == {str(stays)}
+        deadline = time.monotonic() + 20
+        seen = set()
+        while seen != {str(stays), str(fresh)} and time.monotonic() < deadline:
+            time.sleep(0.1)
+            seen = {v.extracted for v in pool.judge_many(items(*["pid"] * 4))}
+        assert seen == {str(stays), str(fresh)} and pool.counters()["started"] == 3
+
+
+def test_nobody_waits_for_a_recycled_grader(tmp_path):
+    starts = Starts(tmp_path, "ok ok slow", num_workers=2, tasks_per_worker=4)
+    with starts.pool as pool:
+        verdicts = pool.judge_many(items("pid", "sleep 0.5", *["pid"] * 5))
+        assert starts.count("up") == 2, "the batch waited for the replacement"
+        assert pool.counters()["recycled"] >= 1 and len(pool.pids()) == 2
+        assert statuses(verdicts) == ["ok", "wrong"] + ["ok"] * 5
+
+
+def test_a_few_items_are_shared_out():
+    """Two items for two graders: neither of the graders gets both."""
+    with fake_pool(num_workers=2) as pool:
+        assert {v.extracted for v in pool.judge_many(items("pid", "pid"))} == {str(pid) for pid in pool.pids()}
+
+
+@pytest.mark.parametrize("plan", ["ok fail fail ok", "ok wrong wrong ok"])
+def test_starts_that_fail_are_tried_again(tmp_path, plan):
+    """A replacement that does not start, or that fails a probe, never gets work; the third one does."""
+    starts = Starts(tmp_path, plan, timeout_s=0.5)
+    with starts.pool as pool:
+        assert statuses(pool.judge_many(items("hang", "b", "a"))) == ["timeout", "wrong", "ok"]
+        assert starts.count("began") == 4 and len(pool.pids()) == 1
+
+
+@pytest.mark.parametrize(("plan", "got"), [("ok fail", "this start fails"), ("ok wrong", "for the probe")])
+def test_a_grader_that_never_starts_again_is_a_fault(tmp_path, plan, got):
+    starts = Starts(tmp_path, plan, timeout_s=0.5)
+    with starts.pool as pool:
+        with pytest.raises(VerifierFault) as caught:
+            pool.judge_many(items("hang", "a"))
+        assert got in caught.value.got and starts.count("began") == 4
+        with pytest.raises(VerifierFault, match="open pool"):
+            pool.judge_many(items("a"))
+
+
+def test_a_start_that_takes_too_long_is_a_fault(tmp_path):
+    starts = Starts(tmp_path, "ok slow", timeout_s=0.3)
+    with starts.pool as pool:
+        pool._start_timeout_s = 1.0  # not for the first one, which a busy machine may slow down
+        with pytest.raises(VerifierFault, match="no answer within 1 s"):
+            pool.judge_many(items("hang", "a"), batch_deadline=time.monotonic() + 60)
+        assert pool.counters()["started"] == 4 and starts.count("up") == 1
+
+
+def test_deadline_and_close_while_every_grader_starts(tmp_path):
+    starts = Starts(tmp_path, "ok ok slow", num_workers=2, timeout_s=0.3)
+    with starts.pool as pool:
+        start = time.monotonic()
+        verdicts = pool.judge_many(items("hang", "hang", *["a"] * 10), batch_deadline=start + 1.5)
+        assert time.monotonic() - start < 3.5 and starts.count("up") == 2
+        assert statuses(verdicts) == ["timeout"] * 12
+        assert "while 2 of 2 graders were starting" in verdicts[-1].reason
+        assert (pool.counters()["timeouts"], pool.counters()["kills"]) == (12, 2)
+        pids = pool.pids()
+        assert len(pids) == 2
+    assert all(gone(pid) for pid in pids) and pool.pids() == []
+
+
+@pytest.mark.parametrize("length", [1, 200_000])
+def test_time_between_batches_is_nobodys_start(tmp_path, length):
+    """A replacement starts between two batches, or waits there for probes that its pipe cannot hold. Neither has failed."""
+    text = "a" * length
+    starts = Starts(tmp_path, "ok", timeout_s=1.0, probes=((Item(text, text, False), Status.OK),) * 2)
+    with starts.pool as pool:
+        pool._start_timeout_s = 2.0
+        assert statuses(pool.judge_many(items("hang"))) == ["timeout"]
+        limit = time.monotonic() + 20
+        while starts.count("up") < 2 and time.monotonic() < limit:
+            time.sleep(0.1)
+        time.sleep(2.2)
+        assert statuses(pool.judge_many(items("a", "b"))) == ["ok", "wrong"]
+        assert pool.counters()["started"] == 2
+
+
+def test_a_reply_that_nobody_asked_for_is_nobodys_verdict():
+    with fake_pool() as pool:
+        assert statuses(pool.judge_many(items("twice"))) == ["error"]
+        assert [v.extracted for v in pool.judge_many(items("a", "b"))] == ["a", "b"]
+
+
+def test_a_grader_that_outlives_its_kill_is_named(monkeypatch):
+    """It is not waited for without end, and the other one is ended all the same."""
+    waited = subprocess.Popen.wait
+    pool = fake_pool(num_workers=2)
+    stuck, other = pool.pids()
+
+    def wait(self, timeout=None):
+        if self.pid == stuck:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return waited(self, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "wait", wait)
+        with pytest.raises(DeadlineExceeded, match=rf"process {stuck} \(akl_dist.verify.grader_main\)"):
+            pool.close()
+    assert gone(other) and gone(stuck)
+    os.waitpid(stuck, 0)
 
 
 @pytest.mark.parametrize("judge", ["grader_fakes:distrusted", "grader_fakes:missing"])

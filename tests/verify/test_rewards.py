@@ -67,6 +67,32 @@ def test_what_hangs_dies_or_raises_has_no_verdict_and_the_rest_goes_on(monkeypat
     assert verdicts[10].extracted == "there", "code of one's own has the environment of the command"
 
 
+@pytest.mark.parametrize("frame", ["forged", "other", "no-json", "huge"])
+def test_what_a_reward_writes_into_the_pipe_is_no_verdict(frame):
+    """Its own judgement has none; those beside it keep theirs."""
+    texts = ["a", "b", f"write {frame}", "b", "a", "b"]
+    with graders(custom("commanded")) as pool:
+        verdicts = pool.judge_many(items(*texts))
+        again = pool.judge_many(items("a", "b"))
+    assert [v.status.value for v in verdicts] == ["ok", "wrong", "error", "wrong", "ok", "wrong"]
+    assert "no reply" in verdicts[2].reason and [v.status.value for v in again] == ["ok", "wrong"]
+
+
+def test_a_reward_finds_an_empty_stdin():
+    with graders(custom("commanded")) as pool:
+        verdicts = pool.judge_many(items("a", "read", "b"))
+    assert [v.reward for v in verdicts] == [1.0, 0.5, 0.0] and verdicts[1].extracted == "."
+
+
+def test_a_fork_that_comes_back_answers_nothing():
+    """Two answers to one question would put every later verdict on the wrong response."""
+    texts = [text for n in range(10) for text in ("fork a", "b", "fork b", "a")]
+    with graders(custom("commanded")) as pool:
+        verdicts = pool.judge_many(items(*texts))
+        assert pool.counters()["kills"] == pool.counters()["crashes"] == 0
+    assert [v.status.value for v in verdicts] == ["ok", "wrong", "wrong", "ok"] * 10
+
+
 def test_an_ordinary_exception_or_much_print_costs_no_grader():
     """200 judgements that print 100 kB each pass the limit of the log; a restart for each exception would cost seconds."""
     with graders(custom("commanded")) as pool:
@@ -160,6 +186,11 @@ def test_metrics_are_means_over_verdicts():
 def test_format(text, think_open, right):
     assert well_formed(RewardItem("", text, False, think_open)) is right
     assert not well_formed(RewardItem("", text, True, think_open)), "truncated"
+
+
+def test_format_counts_a_fence_for_programs_only():
+    fenced = RewardItem("", "<think>a</think>\n```python\nx = 1\n```", False)
+    assert well_formed(fenced, "code") and not well_formed(fenced, "math")
 
 
 def test_mixtures_choose_by_the_prompt():

@@ -41,6 +41,19 @@ class Handler(BaseHTTPRequestHandler):
         tries = sum(one["response"] == body["response"] for one in self.server.asked)
         if command == "sleep":
             time.sleep(float(argument))
+        if command == "drip-status":
+            for _ in range(20):
+                self.wfile.write(b"H")
+                self.wfile.flush()
+                time.sleep(0.1)
+            return
+        if command == "drip-headers":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+            for _ in range(20):
+                self.wfile.write(b"X-Wait: y\r\n")
+                self.wfile.flush()
+                time.sleep(0.1)
+            return
         if command == "drip":
             self.send_response(200)
             self.end_headers()
@@ -139,7 +152,7 @@ def test_passing_failures_are_tried_again(server):
     assert closed.status is Status.ERROR and "no connection" in closed.reason
 
 
-@pytest.mark.parametrize("command", ["sleep 2", "drip"])
+@pytest.mark.parametrize("command", ["sleep 2", "drip", "drip-status", "drip-headers"])
 def test_the_deadline_holds_for_the_whole_answer(server, command):
     start = time.monotonic()
     verdict = ask(server, command, timeout_s=0.4)

@@ -76,6 +76,7 @@ def test_refused(keys, key, part):
     ({"t": {"http_url": "http://localhost/", "weight": 0.1, "http_timeout_s": 0}}, "verify.terms.t.http_timeout_s", "above 0"),
     ({"t": {"http_url": "http://localhost/", "weight": 0.1}}, "verify.timeout_s", "at least 30.75"),
     ({"t": 0.1}, "verify.terms.t", "a group of keys"),
+    ({"format": {"weight": 10**400}}, "verify.terms.format.weight", "that rewards can have"),
     ({"format": {"weight": 0.5}, "t": {"custom": "reward_fakes:commanded", "weight": -0.5}}, "verify.terms", "add up to 1)"),
 ])
 def test_terms_refused(terms, key, part):
@@ -93,6 +94,17 @@ def test_accepted_with_a_warning_where_one_is_due():
         assert problems(config) == {} and any("without TLS, the token" in line for line in warnings(config)) == warned
 
 
+def test_a_warning_where_terms_can_turn_right_and_wrong_round():
+    terms = {"format": {"weight": 0.4}}
+    assert not any("verify.terms" in line for line in warnings(with_verify(terms=terms)))
+    scored = with_verify(kind="custom", custom="reward_fakes:commanded", terms=terms)
+    assert problems(scored) == {} and any("more than 0.4 apart" in line for line in warnings(scored))
+    for penalty, warned in ((1.0, True), (0.5, False)):
+        objective = replace(Config().objective, overlong_buffer_tokens=4, overlong_penalty=penalty)
+        config = replace(with_verify(terms=terms), objective=objective)
+        assert any("can get less than a short wrong one" in line for line in warnings(config)) == warned
+
+
 def test_a_secret_given_by_mistake_is_not_repeated():
     found = problems(with_verify(kind="http", http_url="http://me:hush@localhost/", http_token_env="sk-hush", http_retries=0,
                                  timeout_s=10.0))
@@ -108,6 +120,8 @@ def test_a_secret_given_by_mistake_is_not_repeated():
     ("reward_fakes:commanded", "verl", "solution_str"),
     ("reward_fakes:commanded", "openrlhf", "queries, prompts, labels"),
     ("reward_fakes:reward_func", "verl", "data_source"),
+    ("reward_fakes:reward_func", "verl", "verify.signature=openrlhf"),
+    ("reward_fakes:compute_score", "akl", "verify.signature=verl"),
 ])
 def test_functions_that_do_not_fit_are_refused(function, signature, part):
     with pytest.raises(UserError) as caught:
@@ -161,6 +175,8 @@ def test_answers_of_arrays():
     assert verdict_of(numpy.bool_(False), right_at=0.5) == Verdict(Status.WRONG)
     assert verdict_of({"score": numpy.array(2), "acc": numpy.int64(0)}, right_at=0.5) == Verdict(Status.WRONG, score=2.0)
     assert verdict_of(Status.NO_ANSWER, right_at=0.5).reward == 0.0
+    assert verdict_of({"score": 1.0, "correct": None, "acc": False}, right_at=0.5) == Verdict(Status.WRONG, score=1.0)
+    assert verdict_of({"score": 1.0, "status": numpy.array([1, 0])}, right_at=0.5).status is Status.ERROR
 
 
 def test_spans_of_ones_own():
@@ -168,6 +184,7 @@ def test_spans_of_ones_own():
     assert with_answer(Verdict(Status.OK, "z"), "banana").span is None
     assert with_answer(Verdict(Status.OK, span=(0, 3)), "banana").extracted == "ban"
     assert with_answer(Verdict(Status.OK, span=(0, 7)), "banana").status is Status.ERROR
+    assert with_answer(Verdict(Status.OK, extracted=5, span=(0, 3)), "banana").status is Status.ERROR  # type: ignore[arg-type]
 
 
 # --- docs/rewards.md -------------------------------------------------------------------------------------------------

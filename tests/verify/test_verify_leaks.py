@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from akl_dist.sandbox.client import Sandbox, SandboxFault
-from akl_dist.verify.grader import Item
+from akl_dist.verify.grader import GraderPool, Item
 from benchmarks import verify_inputs as inputs
 from benchmarks import verify_leaks as leaks
 from benchmarks.verify_leaks import Leftovers, Watch
@@ -50,6 +52,26 @@ def test_killed_and_crashed_graders_leave_nothing(tmp_path):
     result = leaks.judge_all(options, [Item("a", "a", False)], hostile, count=60, share=0.1)
     nothing(result)
     assert result["kills"] == 4 and result["statuses"] == {"ok": 54, "timeout": 4, "error": 2}
+
+
+def test_graders_killed_while_they_start_leave_nothing():
+    """Closed at several stages of a start: the interpreter's, the imports', the sandbox's."""
+    try:
+        Sandbox().close()
+    except SandboxFault:
+        pytest.skip("this machine allows no isolation")
+    watch = Watch()
+    options: dict[str, Any] = leaks.program_options(1) | {"tasks_per_worker": 1}
+    for share in (0.0, 0.3, 0.6, 0.9):
+        begun = time.monotonic()
+        with GraderPool(**options) as pool:
+            took = time.monotonic() - begun
+            pool.judge_many([inputs.programs()[0]])  # recycled after it: the next grader begins to start
+            time.sleep(share * took)
+            watch.see()
+            assert pool.counters()["started"] == 2
+    left = watch.left()
+    assert left.total == 0, left
 
 
 def test_what_is_left_is_seen(monkeypatch):

@@ -1,6 +1,7 @@
 """Runs one script, read from standard input, as an interactive interpreter runs a cell. Runs inside the sandbox.
 
-Unlike a plain script it shows the value of a last expression, and of an error it writes the one line a traceback ends with.
+Unlike a plain script it shows the value of a last expression, and of an error it writes what a traceback ends with, as one line
+whatever lines its message has: the last one of standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def main() -> None:
         raise
     except RAISED as error:
         sys.stdout.flush()
-        sys.stderr.write(described(error) + "\n")
+        sys.stderr.write(" ".join(described(error).splitlines()) + "\n")
         sys.exit(1)
 
 
