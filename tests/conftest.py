@@ -20,7 +20,7 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-ALONE = ("end_to_end", "evaluation", "sandbox", "test_verify_leaks.py")
+ALONE = ("end_to_end", "evaluation", "test_verify_leaks.py")
 """Folders and files whose tests use the whole machine, or count what is left on it."""
 
 

@@ -37,6 +37,7 @@ class StandInEngine:
             if prompt.token_ids == (66,):
                 raise ModelError("engine", got="a", expected="b", remedy="c", stage="rollout")
             if prompt.token_ids == (67,):
+                time.sleep(1.0)  # what was given out before has left the process
                 os._exit(1)
             if prompt.token_ids == (68,):
                 time.sleep(30)
