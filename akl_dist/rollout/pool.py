@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from akl_dist.rollout.sampler import SampledGroup
 
 CLOSE_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 60.0
+DRAWS_KEPT = 4
+"""Draws whose arrays an engine's process keeps: references inside streamed results are counted late, and an array that nobody seems
+to need yet would be gone before its reader asks for it."""
 EVERY_S = 0.1
 """Groups that end within this time travel together: a message and an object of the store cost more than a small group."""
 LISTS_AHEAD = 16
@@ -40,6 +44,7 @@ class RolloutActor:
         process.enter()
         self._settings, self._name = settings, name
         self._engine: RolloutEngine | None = None
+        self._kept: collections.deque[list[Any]] = collections.deque(maxlen=DRAWS_KEPT)
 
     def start(self) -> dict[str, object]:
         """Make the engine; returns its effective settings."""
@@ -58,6 +63,7 @@ class RolloutActor:
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Drawn]:
         """Groups as they end, a list at most every ``EVERY_S``. Called as a streaming generator."""
+        self._kept.append([])
         busy, begin = 0.0, time.perf_counter()
         for finished in self.engine.stream(prompts, sampling, EVERY_S):
             groups = self._stored(prompts, finished)
@@ -67,6 +73,7 @@ class RolloutActor:
 
     def _stored(self, prompts: Sequence[Prompt], finished: Sequence[tuple[int, SampledGroup]]) -> list[tuple[int, RolloutGroup]]:
         handles = store_all([sampled.arrays for _, sampled in finished])
+        self._kept[-1] += handles
         return [
             (index, RolloutGroup(
                 prompt=prompts[index],
