@@ -22,9 +22,6 @@ from akl_dist.rollout.sampler import SampledGroup
 
 CLOSE_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 60.0
-DRAWS_KEPT = 4
-"""Draws whose arrays an engine's process keeps: references inside streamed results are counted late, and an array that nobody seems
-to need yet would be gone before its reader asks for it."""
 EVERY_S = 0.1
 """Groups that end within this time travel together: a message and an object of the store cost more than a small group."""
 LISTS_AHEAD = 16
@@ -44,7 +41,7 @@ class RolloutActor:
         process.enter()
         self._settings, self._name = settings, name
         self._engine: RolloutEngine | None = None
-        self._kept: collections.deque[list[Any]] = collections.deque(maxlen=DRAWS_KEPT)
+        self._kept: collections.deque[list[Any]] = collections.deque(maxlen=settings.draws_kept)
 
     def start(self) -> dict[str, object]:
         """Make the engine; returns its effective settings."""
