@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ class _Wait:
         self._deadline, self._next_log = self._begin + timeout_s, self._begin + LOG_AFTER_S
 
     def ready(self, waiting: Mapping[Any, str]) -> list[Any]:
-        """Those of the references and streams (each with its actor's name) that can be read now; at least one.
+        """Those of the references (each with its actor's name) that can be read now; at least one.
 
         Raises:
             DeadlineExceeded: none came within the limit.
@@ -99,41 +99,44 @@ class _Wait:
         self._next_log += seconds
 
 
-def arrivals(calls: Mapping[str, Any], *, timeout_s: float, stage: str, doing: str) -> Iterator[tuple[str, Any]]:
-    """Actor name and result of named remote calls as they come; of a streaming call every item, until it has ended.
+def arrivals(
+    calls: Mapping[Any, str], *, timeout_s: float, stage: str, doing: str, again: Callable[[str, Any], Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Actor name and result of remote calls, as they come.
 
     Args:
-        calls: actor name -> object reference of the call's result, or generator of a streaming call (num_returns="streaming").
+        calls: object reference of a call's result -> actor name; an actor may have several.
         timeout_s: limit for all of them together, without the time that the consumer takes between results.
         stage: stage word for errors.
         doing: what the actors were asked to do ("sampling step 3").
+        again: called with each actor name and result before they are given out; returns the reference of a further call of that
+            actor to wait for, or None.
 
     Raises:
-        ActorDied, DeadlineExceeded: naming the actors; also in the middle of a stream.
+        ActorDied, DeadlineExceeded: naming the actors.
         AklError: the error an actor raised on purpose, as raised there.
         RunError: any other exception of an actor, with its traceback.
     """
-    waiting = {call: name for name, call in calls.items()}
+    waiting = dict(calls)
     wait = _Wait(timeout_s, stage, doing)
     while waiting:
-        for call in wait.ready(waiting):
-            taken = _take(call, waiting[call], stage, doing)
-            if taken is None:
-                del waiting[call]
-                continue
-            value, error = taken
+        for ref in wait.ready(waiting):
+            name = waiting.pop(ref)
+            value, error = _result(ref, name, stage, doing)
             if error is not None:
-                name = waiting.pop(call)
                 raise _cause([error, *_echoes(waiting, stage, doing)])
-            name = waiting[call] if _streams(call) else waiting.pop(call)
+            further = again(name, value) if again is not None else None
+            if further is not None:
+                waiting[further] = name
             begin = time.monotonic()
             yield name, value
             wait.pause(time.monotonic() - begin)
 
 
 def gather(refs: Mapping[str, Any], *, timeout_s: float, stage: str, doing: str) -> dict[str, Any]:
-    """Results of named remote calls, in the order of ``refs``. Arguments and errors: those of :func:`arrivals`."""
-    results = dict(arrivals(refs, timeout_s=timeout_s, stage=stage, doing=doing))
+    """Results of remote calls, one per actor name, in the order of ``refs``. Other arguments and errors: :func:`arrivals`."""
+    calls = {ref: name for name, ref in refs.items()}
+    results = dict(arrivals(calls, timeout_s=timeout_s, stage=stage, doing=doing))
     return {name: results[name] for name in refs}
 
 
@@ -153,20 +156,6 @@ def answered(calls: Mapping[Any, str], *, timeout_s: float, stage: str, doing: s
             raise _cause([error, *_echoes(others, stage, doing)])
         results[ref] = value
     return results
-
-
-def _streams(call: Any) -> bool:
-    return isinstance(call, ray.ObjectRefGenerator)
-
-
-def _take(call: Any, name: str, stage: str, doing: str) -> tuple[Any, AklError | None] | None:
-    """Result of a call that is ready, or next item of a stream that is; None where the stream has ended."""
-    if _streams(call):
-        try:
-            call = next(call)
-        except StopIteration:
-            return None
-    return _result(call, name, stage, doing)
 
 
 def _result(ref: Any, name: str, stage: str, doing: str) -> tuple[Any, AklError | None]:
@@ -199,18 +188,16 @@ def died(name: str, stage: str, doing: str, error: Exception) -> ActorDied:
 
 
 def _echoes(waiting: Mapping[Any, str], stage: str, doing: str) -> Iterable[AklError]:
-    """Further errors within ``ECHO_WINDOW_S``; items of streams are passed over."""
+    """Further errors within ``ECHO_WINDOW_S``."""
     names, deadline = dict(waiting), time.monotonic() + ECHO_WINDOW_S
     while names:
         ready, _ = ray.wait(list(names), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             return
-        for call in ready:
-            taken = _take(call, names[call], stage, doing)
-            if taken is None or taken[1] is not None or not _streams(call):
-                del names[call]
-            if taken is not None and taken[1] is not None:
-                yield taken[1]
+        for ref in ready:
+            _, error = _result(ref, names.pop(ref), stage, doing)
+            if error is not None:
+                yield error
 
 
 def _cause(errors: list[AklError]) -> AklError:

@@ -39,8 +39,6 @@ class EngineSettings:
         num_threads: CPU threads of each worker.
         seed: engine seed; requests carry their own.
         entropy_topk: most probable tokens from which each token's entropy is estimated; 0 = no entropies.
-        draws_kept: draws whose arrays the engine's process holds on to. Ray learns late of references inside streamed results; an
-            array that nobody seems to need yet would be gone before its reader asks for it.
         tools: environments that the policy takes turns with; None = responses are sampled in one piece.
     """
 
@@ -56,7 +54,6 @@ class EngineSettings:
     num_threads: int = 1
     seed: int = 0
     entropy_topk: int = 0
-    draws_kept: int = 4
     tools: ToolSettings | None = None
 
     @property
@@ -74,7 +71,6 @@ def engine_settings(config: Config, model_path: str) -> EngineSettings:
         tensor_parallel_size=rollout.tensor_parallel_size, kv_cache_gib=rollout.kv_cache_gib,
         gpu_memory_utilization=rollout.gpu_memory_utilization, max_num_seqs=rollout.max_num_seqs,
         enforce_eager=rollout.enforce_eager, num_threads=rollout.num_threads, seed=config.seed,
-        draws_kept=2 * (rollout.dynamic_sampling_rounds + 2),  # of a step and of the one before, whose dump is being written
         entropy_topk=ENTROPY_TOPK if config.roles.entropy_source == "rollout_topk" else 0, tools=tool_settings(config))
 
 

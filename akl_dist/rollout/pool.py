@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,11 +23,11 @@ CLOSE_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 60.0
 EVERY_S = 0.1
 """Groups that end within this time travel together: a message and an object of the store cost more than a small group."""
-LISTS_AHEAD = 16
-"""Lists of groups that an engine may be ahead of the driver before it waits."""
+LISTS_AHEAD = 8
+"""Lists of groups that an engine may be ahead of the driver before it waits: calls that are queued at its process."""
 
 Drawn = tuple[list[tuple[int, RolloutGroup]], float]
-"""Groups that have ended, each with the index of its prompt in the engine's share; seconds the engine has worked so far."""
+"""Groups that have ended, each with the index of its prompt in the engine's share; seconds the engine worked for them."""
 
 
 class RolloutActor:
@@ -41,7 +40,7 @@ class RolloutActor:
         process.enter()
         self._settings, self._name = settings, name
         self._engine: RolloutEngine | None = None
-        self._kept: collections.deque[list[Any]] = collections.deque(maxlen=settings.draws_kept)
+        self._draw: Iterator[Drawn] = iter(())
 
     def start(self) -> dict[str, object]:
         """Make the engine; returns its effective settings."""
@@ -58,19 +57,28 @@ class RolloutActor:
         """Policy version; answers only when the engine is up and idle."""
         return self.engine.policy_version
 
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Drawn]:
-        """Groups as they end, a list at most every ``EVERY_S``. Called as a streaming generator."""
-        self._kept.append([])
-        busy, begin = 0.0, time.perf_counter()
+    def begin_draw(self, prompts: Sequence[Prompt], sampling: Sampling) -> Drawn | None:
+        """Begin to sample these prompts; the first of :meth:`more_groups`. What was left of a draw before is given up."""
+        self._draw = self._groups(prompts, sampling)
+        return self.more_groups()
+
+    def more_groups(self) -> Drawn | None:
+        """Groups that ended within the next ``EVERY_S`` or, where none did, the next to end; None when all have been given out.
+
+        A call of its own for each list, and not one streaming call: the process that made an array deletes it when nobody else
+        holds it, and of handles inside a streamed item Ray may learn too late that the caller does.
+        """
+        return next(self._draw, None)
+
+    def _groups(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Drawn]:
+        begin = time.perf_counter()
         for finished in self.engine.stream(prompts, sampling, EVERY_S):
             groups = self._stored(prompts, finished)
-            busy += time.perf_counter() - begin
-            yield groups, busy
-            begin = time.perf_counter()  # what the generator stood still for is not the engine's work
+            yield groups, time.perf_counter() - begin
+            begin = time.perf_counter()  # the time between two calls is not the engine's work
 
     def _stored(self, prompts: Sequence[Prompt], finished: Sequence[tuple[int, SampledGroup]]) -> list[tuple[int, RolloutGroup]]:
         handles = store_all([sampled.arrays for _, sampled in finished])
-        self._kept[-1] += handles
         return [
             (index, RolloutGroup(
                 prompt=prompts[index],
@@ -161,19 +169,18 @@ class RolloutPool:
             finished: called with groups as they end, in any order, while others are still sampled. Its own time does not count
                 against the limit.
         """
-        names = list(self.engines)
-        shares = {name: list(prompts[index :: len(names)]) for index, name in enumerate(names)}
-        streams = {name: self._stream(name, share, sampling) for name, share in shares.items() if share}
+        names, doing = list(self.engines), f"sampling {len(prompts)} prompts"
         self.busy_s = dict.fromkeys(names, 0.0)
         ordered: dict[int, RolloutGroup] = {}
-        came = arrivals(streams, timeout_s=self._timeout_s, stage="rollout", doing=f"sampling {len(prompts)} prompts")
-        for name, (groups, busy_s) in came:
-            self.busy_s[name] = busy_s
+        calls = self._begin(prompts, sampling)
+        for name, drawn in arrivals(calls, timeout_s=self._timeout_s, stage="rollout", doing=doing, again=self._again):
+            groups, busy_s = drawn or ((), 0.0)
+            self.busy_s[name] += busy_s
             for index, group in groups:
                 slot = names.index(name) + index * len(names)
                 assert group.prompt.prompt_id == prompts[slot].prompt_id, "an engine answered for another prompt"
                 ordered[slot] = group
-            if finished is not None:
+            if finished is not None and groups:
                 finished([group for _, group in groups])
         if len(ordered) != len(prompts):
             missing = next(slot for slot in range(len(prompts)) if slot not in ordered)
@@ -182,9 +189,16 @@ class RolloutPool:
                            actor=names[missing % len(names)])
         return [ordered[slot] for slot in range(len(prompts))]
 
-    def _stream(self, name: str, share: list[Prompt], sampling: Sampling) -> Any:
-        method = self.engines[name].sample.options(num_returns="streaming", _generator_backpressure_num_objects=LISTS_AHEAD)
-        return method.remote(share, sampling)
+    def _begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[Any, str]:
+        calls = {}
+        for index, (name, engine) in enumerate(self.engines.items()):
+            if share := list(prompts[index :: len(self.engines)]):
+                calls[engine.begin_draw.remote(share, sampling)] = name
+                calls.update((engine.more_groups.remote(), name) for _ in range(LISTS_AHEAD - 1))
+        return calls
+
+    def _again(self, name: str, drawn: Drawn | None) -> Any:
+        return None if drawn is None else self.engines[name].more_groups.remote()
 
     def close(self) -> None:
         """Let the engines give back workers and memory, within a limit, then end their processes."""

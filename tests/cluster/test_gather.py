@@ -25,13 +25,6 @@ def workers(local_ray):
             time.sleep(delay_s)
             return value
 
-        def count(self, number, delay_s, end=None):
-            for value in range(number):
-                time.sleep(delay_s)
-                yield value
-            if end is not None:
-                getattr(self, end)()
-
         def fail_on_purpose(self):
             raise NonFiniteLoss("loss", got="nan", expected="a finite number", remedy="Lower the learning rate.", stage="learner")
 
@@ -58,32 +51,37 @@ def test_results_keep_the_order_of_the_names(workers):
     assert list(got.items()) == [("slow", 1), ("fast", 2)]
 
 
-def test_streams_and_results_come_as_they_are_ready(workers):
+def test_results_come_as_they_are_ready_and_further_calls_are_waited_for(workers):
     a, b = workers(2)
-    stream = a.count.options(num_returns="streaming").remote(3, 0.4)
-    came = list(arrivals({"a": stream, "b": b.answer.remote("x", 0.2)}, timeout_s=30, stage="rollout", doing="counting"))
-    assert [value for name, value in came if name == "a"] == [0, 1, 2] and came.index(("b", "x")) < came.index(("a", 2))
+    further = {1: 2, 2: 3, 3: None}
+
+    def again(name, value):
+        return a.answer.remote(further[value], 0.4) if name == "a" and further[value] is not None else None
+
+    calls = {a.answer.remote(1, 0.4): "a", b.answer.remote("x", 0.2): "b"}
+    came = list(arrivals(calls, timeout_s=30, stage="rollout", doing="counting", again=again))
+    assert [value for name, value in came if name == "a"] == [1, 2, 3] and came.index(("b", "x")) < came.index(("a", 2))
 
 
-def test_a_stream_that_ends_in_an_error_delivers_what_came_before(workers):
-    a, b = workers(2)
+def test_what_came_before_an_error_is_delivered(workers):
     for end, kind in (("fail_on_purpose", NonFiniteLoss), ("die", ActorDied)):
-        stream, seen = a.count.options(num_returns="streaming").remote(2, 0.0, end), []
+        a, b = workers(2)
+        calls, seen = {a.answer.remote(number): "rollout/run/0" for number in range(2)}, []
+        calls |= {b.answer.remote("x"): "b"}
         with pytest.raises(kind) as caught:
-            calls = {"rollout/run/0": stream, "b": b.answer.remote("x")}
-            for _, value in arrivals(calls, timeout_s=30, stage="rollout", doing="counting"):
+            again = lambda name, value: getattr(a, end).remote() if value == 1 else None  # noqa: B023, E731
+            for _, value in arrivals(calls, timeout_s=30, stage="rollout", doing="counting", again=again):
                 seen.append(value)
         assert seen.count(0) == seen.count(1) == 1 and caught.value.actor == "rollout/run/0"
 
 
 def test_the_consumers_own_time_does_not_count(workers):
     (a,) = workers(1)
-    stream = a.count.options(num_returns="streaming").remote(3, 0.5)
-    for _ in arrivals({"a": stream}, timeout_s=3.0, stage="rollout", doing="counting"):
+    for _ in arrivals({a.answer.remote(n, 0.5): "a" for n in range(3)}, timeout_s=3.0, stage="rollout", doing="counting"):
         time.sleep(1.5)
-    longer = a.count.options(num_returns="streaming").remote(9, 0.5)
+    longer = {a.answer.remote(n, 0.5): "a" for n in range(9)}
     with pytest.raises(DeadlineExceeded, match=r"no answer within 1\.2 s while counting"):
-        list(arrivals({"a": longer}, timeout_s=1.2, stage="rollout", doing="counting"))
+        list(arrivals(longer, timeout_s=1.2, stage="rollout", doing="counting"))
 
 
 def test_answered_waits_only_when_it_may(workers):
