@@ -19,7 +19,7 @@ help:
 	@echo "make run     set up .venv, then train the embedded default (+exp=tiny); ARGS='seed=1' adds overrides"
 	@echo "make test    the whole test suite in the same environment; ARGS='-k roles' goes to pytest"
 	@echo "make lint    ruff and pyright"
-	@echo "make check   lint, types, architecture and configuration tests"
+	@echo "make check   lint, types and architecture tests, within a minute"
 	@echo "make bench   the benchmarks"
 	@echo "make install only set up .venv (EXTRA=cpu|gpu)"
 
@@ -50,7 +50,7 @@ lint: install
 	$(PY) -m pyright
 
 check: lint
-	$(PY) -m pytest -q tests/architecture tests/config
+	$(PY) -m pytest -q tests/architecture
 
 bench: install
 	$(PY) -m benchmarks

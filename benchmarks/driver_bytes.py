@@ -3,8 +3,8 @@
 Runs the loop's ``one_step`` and the rollout dump on a local Ray cluster with real stages: same prompts, same weights, same
 seeds, once with responses of --tokens tokens and once with ten times as many (only a token that the model hardly ever draws
 ends a response, so nearly all of them are that long). In the driver, every argument of a remote call and every result that it
-fetches is pickled once more and measured; references to stored objects count with their own size. The arrays behind the
-references are then fetched, outside the count, and their bytes are shown beside.
+fetches is pickled once more and measured; references to stored objects count with their own size, each time they occur. The
+arrays behind the references are then fetched, outside the count, and their bytes are shown beside.
 
 The probe of the weight sync does pass through the driver: --probe-sequences sequences of at most 512 tokens, whatever the length
 of the responses. Below that bound it grows with them, so it is counted apart from the rest as well.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import io
 import json
 import sys
 import tempfile
@@ -41,7 +42,8 @@ FACTOR = 10
 PROMPT_TOKENS = 48
 MIN_FILLED = 0.95
 """Mean response length at least, as a share of the limit."""
-STAGE_OF = {"sample": "rollout", "judge": "verify", "label": "verify", "score": "reference", "update": "learner", "write": "dump"}
+STAGE_OF = {"begin_draw": "rollout", "more_groups": "rollout", "judge": "verify", "label": "verify", "score": "reference",
+            "update": "learner", "write": "dump"}
 """Stage of each remote method; all others belong to the weight sync."""
 PROBE = {"probe_sequences", "probe_logprobs", "prompt_logprobs"}
 
@@ -111,10 +113,22 @@ def counted() -> Iterator[Traffic]:
 
 
 def size_of(value: Any) -> int:
-    """Pickled size in bytes; an object reference inside counts as the reference."""
+    """Pickled size in bytes. An object reference inside counts as the reference, each time it occurs: how many groups share one
+    object of the store depends on their size, and a pickler would write their reference once."""
+    import ray
     from ray import cloudpickle
 
-    return len(cloudpickle.dumps(value))
+    references: list[ray.ObjectRef] = []
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> tuple[()] | None:
+            if not isinstance(obj, ray.ObjectRef):
+                return None
+            references.append(obj)
+            return ()
+
+    Pickler(buffer := io.BytesIO()).dump(value)
+    return len(buffer.getvalue()) + sum(len(cloudpickle.dumps(ref)) for ref in references)
 
 
 @dataclass(frozen=True)
@@ -160,13 +174,13 @@ def one_measured_step(running_: Running, tokens: int, end_id: int, version: int)
 
 def bulk_bytes(groups: Sequence[TrainingGroup]) -> dict[str, int]:
     """Bytes of the arrays and texts behind the groups' handles, by record."""
-    import ray
+    from akl_dist.cluster.gather import fetch_all
 
     out: collections.Counter[str] = collections.Counter()
     for group in groups:
         labelled = group.labelled
-        for handle in (labelled.rollout.arrays, labelled.judged.arrays, labelled.reference.arrays, labelled.roles):
-            record = ray.get(handle, timeout=60)
+        handles = [labelled.rollout.arrays, labelled.judged.arrays, labelled.reference.arrays, labelled.roles]
+        for record in fetch_all(handles, timeout_s=60, stage="benchmark", what="the arrays of a group"):
             out[type(record).__name__] += size_of(record)
     return dict(out)
 

@@ -102,15 +102,15 @@ def traffic(sent: dict[str, int], received: dict[str, int]) -> driver.Traffic:
 
 
 def test_traffic_by_stage():
-    sent = {"sample": 10, "judge": 3, "label": 4, "load_bucket": 7, "prompt_logprobs": 5}
-    one = traffic(sent, {"sample": 90, "probe_sequences": 2})
+    sent = {"more_groups": 10, "judge": 3, "label": 4, "load_bucket": 7, "prompt_logprobs": 5}
+    one = traffic(sent, {"more_groups": 90, "probe_sequences": 2})
     assert one.by_stage() == {"rollout": 100, "verify": 7, "weight_sync": 7, "weight_sync probe": 7}
     assert one.total == 121 == sum(one.by_stage().values())
 
 
 def test_driver_ratio_counts_everything_and_shows_the_rest_apart_from_the_probe():
-    short = traffic({"sample": 100}, {"probe_sequences": 100})
-    long = traffic({"sample": 101}, {"probe_sequences": 400})
+    short = traffic({"more_groups": 100}, {"probe_sequences": 100})
+    long = traffic({"more_groups": 101}, {"probe_sequences": 400})
     summary = driver.summarise({200: (long, {"RolloutArrays": 8000}), 20: (short, {"RolloutArrays": 800})})
     assert summary["tokens"] == [20, 200]
     assert summary["ratio"] == pytest.approx(501 / 200)
@@ -142,3 +142,17 @@ def test_summary_says_what_was_met():
     assert ["measure again" in line for line in lines[1:]] == [False, True, False]
     assert "1.002" in lines[1] and "<= 1.05" in lines[1]
     assert [one.met for one in (good, missed, silent)] == [True, False, False]
+
+
+def test_methods_of_the_driver_benchmark_exist():
+    sources = "\n".join(path.read_text() for path in (Path(everything.__file__).parents[1] / "akl_dist").rglob("*.py"))
+    for method in {*driver.STAGE_OF, *driver.PROBE}:
+        assert f"    def {method}(self" in sources, f"no actor has a method {method}"
+
+
+@pytest.mark.stack
+def test_a_reference_counts_each_time_it_occurs(local_ray):
+    shared, own = local_ray.put(1), [local_ray.put(2), local_ray.put(3)]
+    assert driver.size_of([shared, shared]) == driver.size_of(own) > driver.size_of([shared]) > 50
+    text = "x" * 500
+    assert 500 < driver.size_of([text, text]) < 600, "what is no reference counts as it is pickled"
