@@ -32,7 +32,7 @@ from akl_dist.config.compose import config_hash
 from akl_dist.config.mixture import verifiers
 from akl_dist.config.resolve import resolved_objective
 from akl_dist.config.schema import Config
-from akl_dist.contract.errors import CheckpointError
+from akl_dist.contract.errors import ResumeMismatch
 from akl_dist.contract.records import Prompt, Sampling
 from akl_dist.critic.pool import CriticPool, CriticSettings
 from akl_dist.critic.warmup import AfterWarmup
@@ -241,10 +241,10 @@ class Versioned:
 
 
 def prompt_source(loaded: LoadedData, resumed: Checkpoint | None, config: Config) -> PromptTaker:
-    """A run's prompts from the beginning, or from where the checkpoint was taken. Raises CheckpointError for a replay's."""
+    """A run's prompts from the beginning, or from where the checkpoint was taken. Raises ResumeMismatch for a replay's."""
     state = None if resumed is None else resumed.state.prompt_source
     if resumed is not None and "num_prompts" not in resumed.state.prompt_source:
-        raise CheckpointError(
+        raise ResumeMismatch(
             f"{resumed.folder}: prompts", got=f"the checkpoint of a replay ({', '.join(sorted(resumed.state.prompt_source))})",
             expected="the position of a prompt source, for a run that samples", stage="checkpoint",
             remedy="Set rollout.replay to its dumps, or resume from a checkpoint of a run with engines.")

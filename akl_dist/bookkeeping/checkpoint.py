@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from akl_dist.bookkeeping.atomic import fsync, strict_json, write_text
-from akl_dist.contract.errors import CheckpointError
+from akl_dist.contract.errors import CheckpointError, ResumeMismatch
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -201,11 +201,11 @@ def find(run_dir: Path, resume: str, *, num_ranks: int) -> Found:
     else:
         folder = Path(resume)
         if not folder.is_dir():
-            raise _error("resume", f"{resume}, which is no folder", "auto, never or the path of a checkpoint",
+            raise _mismatch("resume", f"{resume}, which is no folder", "auto, never or the path of a checkpoint",
                          "Name a folder such as .../checkpoints/step_000012.")
     checkpoint = verify(folder)
     if checkpoint.state.num_ranks != num_ranks:
-        raise _error(f"{folder}: number of learner ranks", str(num_ranks),
+        raise _mismatch(f"{folder}: number of learner ranks", str(num_ranks),
                      f"{checkpoint.state.num_ranks}, with which it was saved",
                      f"Set learner.num_ranks={checkpoint.state.num_ranks}.")
     return Found("resumed", checkpoint, f"resumed from {folder}")
@@ -264,3 +264,7 @@ def _remove(folder: Path) -> None:
 
 def _error(subject: str, got: str, expected: str, remedy: str) -> CheckpointError:
     return CheckpointError(subject, got=got, expected=expected, remedy=remedy, stage="checkpoint")
+
+
+def _mismatch(subject: str, got: str, expected: str, remedy: str) -> ResumeMismatch:
+    return ResumeMismatch(subject, got=got, expected=expected, remedy=remedy, stage="checkpoint")

@@ -126,5 +126,9 @@ class CheckpointError(RunError):
     """A checkpoint that is incomplete, damaged or of another topology."""
 
 
+class ResumeMismatch(UserError, CheckpointError):
+    """What a command asks for is not what the checkpoint holds: other data, other ranks, no such checkpoint. Exit code 2."""
+
+
 class ClusterError(RunError):
     """The cluster lacks something the layout needs, or cannot be reached."""

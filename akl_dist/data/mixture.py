@@ -9,7 +9,7 @@ from typing import Any
 
 from akl_dist.config.mixture import MixtureSource, mixture_sources, shares
 from akl_dist.config.schema import DataConfig
-from akl_dist.contract.errors import CheckpointError, DataError
+from akl_dist.contract.errors import DataError, ResumeMismatch
 from akl_dist.contract.records import Prompt
 from akl_dist.data.order import PromptSource
 from akl_dist.data.source import LoadedData
@@ -127,7 +127,7 @@ class MixedPromptSource:
     def from_state(
         cls, prompts: Sequence[Prompt], state: Mapping[str, Any], parts: Mapping[str, Fraction] | None = None
     ) -> MixedPromptSource:
-        """Continue where ``state`` was taken. Raises CheckpointError when prompts, sources or weights are others than then.
+        """Continue where ``state`` was taken. Raises ResumeMismatch when prompts, sources or weights are others than then.
 
         Args:
             parts: the run's shares; None for those of the state.
@@ -135,7 +135,7 @@ class MixedPromptSource:
         sources = state["sources"]
         stored = {name: Fraction(one["share"]) for name, one in sources.items()}
         if parts is not None and stored != dict(parts):
-            raise CheckpointError(
+            raise ResumeMismatch(
                 "data.mixture", got=_shown(parts), expected=f"the checkpoint's shares: {_shown(stored)}", stage="data",
                 remedy="Resume with the same sources and weights, or start anew with resume=never.")
         own = _by_source(prompts, stored)
@@ -145,8 +145,8 @@ class MixedPromptSource:
         for name, found in own.items():
             try:
                 resumed[name] = PromptSource.from_state(found, sources[name])
-            except CheckpointError as error:
-                raise CheckpointError(f"training prompts of data.mixture.{name}", got=error.got, expected=error.expected,
+            except ResumeMismatch as error:
+                raise ResumeMismatch(f"training prompts of data.mixture.{name}", got=error.got, expected=error.expected,
                                       remedy=error.remedy, stage="data") from error
         mixed._join(resumed, {name: one["taken"] for name, one in sources.items()})
         return mixed
@@ -157,7 +157,7 @@ def _by_source(prompts: Sequence[Prompt], parts: Mapping[str, Fraction]) -> dict
     for prompt in prompts:
         name = prompt.prompt_id.partition("/")[0]
         if name not in own:
-            raise CheckpointError("data.mixture", got=f"prompts of {name}", expected=f"those of {', '.join(sorted(own))}",
+            raise ResumeMismatch("data.mixture", got=f"prompts of {name}", expected=f"those of {', '.join(sorted(own))}",
                                   stage="data", remedy="Resume with the same sources, or start anew with resume=never.")
         own[name].append(prompt)
     return own
@@ -175,17 +175,17 @@ def prompt_source_of(
     Args:
         prompts_per_step: refuse sources too small for such a step now instead of in the step that finds out.
     Raises:
-        CheckpointError: the state is of other data, or of other sources or weights.
+        ResumeMismatch: the state is of other data, or of other sources or weights.
         DataError: a source without prompts, or with too few for a step.
     """
     if not data.mixture:
         if state is not None and "sources" in state:
-            raise CheckpointError("data.mixture", got="{}", expected=f"the checkpoint's sources: {', '.join(state['sources'])}",
+            raise ResumeMismatch("data.mixture", got="{}", expected=f"the checkpoint's sources: {', '.join(state['sources'])}",
                                   stage="data", remedy="Resume with the same mixture, or start anew with resume=never.")
         return PromptSource(loaded.train, seed=seed) if state is None else PromptSource.from_state(loaded.train, state)
     parts = shares(mixture_sources(data.mixture))
     if state is not None and "sources" not in state:
-        raise CheckpointError("data.mixture", got=_shown(parts), expected="one data set, as in the checkpoint", stage="data",
+        raise ResumeMismatch("data.mixture", got=_shown(parts), expected="one data set, as in the checkpoint", stage="data",
                               remedy="Resume without data.mixture, or start anew with resume=never.")
     mixed = (MixedPromptSource(loaded.train, parts, seed=seed) if state is None
              else MixedPromptSource.from_state(loaded.train, state, parts))

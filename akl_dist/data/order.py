@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from akl_dist.contract.errors import CheckpointError, DataError
+from akl_dist.contract.errors import DataError, ResumeMismatch
 from akl_dist.contract.records import Prompt
 
 
@@ -97,13 +97,13 @@ class PromptSource:
 
     @classmethod
     def from_state(cls, prompts: Sequence[Prompt], state: Mapping[str, Any]) -> PromptSource:
-        """Continue where ``state`` was taken. Raises CheckpointError when the prompts are others than then."""
+        """Continue where ``state`` was taken. Raises ResumeMismatch when the prompts are others than then."""
         if len(prompts) != state["num_prompts"]:
             source = None
         else:
             source = cls(prompts, seed=state["seed"], epoch=state["epoch"], position=state["position"])
         if source is None or source.fingerprint != state["fingerprint"]:
-            raise CheckpointError(
+            raise ResumeMismatch(
                 "training prompts", got=f"{len(prompts)} prompts that differ from the checkpoint's", stage="data",
                 expected=f"the checkpoint's {state['num_prompts']} prompts (ids, token ids and golds)",
                 remedy="Resume with the same data and tokenizer, or start anew with resume=never.",

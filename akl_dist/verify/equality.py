@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 
 from akl_dist.verify import symbolic
+from akl_dist.verify.inequalities import RELATION, inequality, joined
 from akl_dist.verify.normalize import closing, identity_key, is_words
 from akl_dist.verify.quantity import Quantity, TooLarge, parse_quantity
 from akl_dist.verify.units import split_unit
@@ -40,8 +41,6 @@ _NAME = re.compile(
 )
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _OTHER_NAMING = re.compile(r"\\in|\\approx|\\equiv")
-_RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>")
-_VARIABLE = re.compile(r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda))(?:_\{?\w\}?)?")
 _BASE = re.compile(r"(?P<digits>[0-9A-Fa-f]+)_\{?(?P<base>\d{1,2})\}?")
 _MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _DETERMINANTS = ("vmatrix", "Vmatrix")
@@ -133,7 +132,7 @@ def _without_names(a: str, b: str) -> tuple[str, str, str, str]:
     for text in (a, b):
         match = _NAME.match(text)
         rest = text[match.end() :].strip() if match else text
-        plain = bool(match) and bool(rest) and len(split_top(rest, ("=",))) == 1 and not _RELATION.search(rest)
+        plain = bool(match) and bool(rest) and len(split_top(rest, ("=",))) == 1 and not RELATION.search(rest)
         split.append((re.sub(r"\s", "", match["name"]), rest) if match and plain else ("", text))
     (name_a, rest_a), (name_b, rest_b) = split
     if bool(name_a) != bool(name_b) and ("=" in a) == ("=" in b) and not _OTHER_NAMING.search(a + b):
@@ -149,7 +148,7 @@ def _as_lists(a: str, b: str, depth: int) -> Outcome | None:
     if items_a is None and items_b is None:
         return None
     if "\\cup" in a + b or _all_intervals(items_a) or _all_intervals(items_b):
-        return None  # "x < 1 or x > 3" is a union
+        return None  # "x < 1, x > 3" is a union
     return _pair_up(items_a if items_a is not None else [a], items_b if items_b is not None else [b], depth)
 
 
@@ -172,7 +171,7 @@ def _pair_up(left: list[str], right: list[str], depth: int) -> Outcome:
 
 
 def _all_intervals(items: list[str] | None) -> bool:
-    return bool(items) and all(_interval(item) is not None for item in items or ())
+    return bool(items) and all(inequality(item) is not None for item in items or ())
 
 
 def _as_unions(a: str, b: str, depth: int) -> Outcome | None:
@@ -180,39 +179,16 @@ def _as_unions(a: str, b: str, depth: int) -> Outcome | None:
     for text in (a, b):
         pieces = split_top(text, ("\\cup",))
         items = _items(text)
-        parts.append(items if items is not None and len(pieces) == 1 and _all_intervals(items) else pieces)
+        parts.append(joined(items) if items is not None and len(pieces) == 1 and _all_intervals(items) else pieces)
+    if "\\cup" not in a + b and max(map(len, parts)) == 1 and parts != [[a], [b]]:
+        return compare(parts[0][0], parts[1][0], depth)
     return _pair_up(parts[0], parts[1], depth) if max(map(len, parts)) > 1 else None
 
 
-def _interval(text: str) -> tuple[str, str] | None:
-    """(variable, interval text) of an inequality in one variable: "x<6" is ("x", "(-\\infty,6)"); None for anything else."""
-    operators = _RELATION.findall(text)
-    sides = [side.strip() for side in _RELATION.split(text)]
-    if not 1 <= len(operators) <= 2 or not all(sides):
-        return None
-    greater = [op in (">", "\\ge") for op in operators]
-    if len(set(greater)) != 1:
-        return None
-    if greater[0]:
-        sides.reverse()
-        operators.reverse()
-    strict = [op in ("<", ">") for op in operators]
-    if len(operators) == 2:
-        low, variable, high = sides
-        bounds = (strict[0], low, high, strict[1])
-    elif _VARIABLE.fullmatch(sides[0]):
-        variable, bounds = sides[0], (True, "-\\infty", sides[1], strict[0])
-    else:
-        variable, bounds = sides[1], (strict[0], sides[0], "\\infty", True)
-    if not _VARIABLE.fullmatch(variable) or variable in (bounds[1], bounds[2]):
-        return None
-    return variable, f"{'(' if bounds[0] else '['}{bounds[1]},{bounds[2]}{')' if bounds[3] else ']'}"
-
-
 def _as_intervals(a: str, b: str, depth: int) -> Outcome | None:
-    left, right = _interval(a), _interval(b)
+    left, right = inequality(a), inequality(b)
     if left is None and right is None:
-        return Outcome.UNPARSED if _RELATION.search(a) or _RELATION.search(b) else None
+        return Outcome.UNPARSED if RELATION.search(a) or RELATION.search(b) else None
     if left and right and left[0] != right[0]:
         return Outcome.DIFFERENT
     return compare(left[1] if left else a, right[1] if right else b, depth)

@@ -1,7 +1,8 @@
 """The one normaliser: gold and answer pass through :func:`canonical` before anything is compared. Standard library only.
 
 It removes what does not change meaning (delimiters, spacing commands, spellings of one symbol) and keeps the rest. Words in a
-text wrapper all become ``\\text{...}``; "and"/"or" between values become ``;``, a separator that no number contains.
+text wrapper all become ``\\text{...}``; "and"/"or" between values become ``;``, a separator that no number contains ("or" between
+inequalities becomes ``\\cup``).
 """
 
 from __future__ import annotations
@@ -64,6 +65,14 @@ USD = "\x03"  # an escaped dollar sign, or one before a number: currency, not a 
 _TEXT = r"\\(?:text|mbox|hbox|textrm|textnormal|textbf|textit|textsf|texttt|textsc|textup|emph|underline|" \
     r"mathrm|mathbf|mathit|mathsf|boldsymbol|bm)"
 
+
+
+def _conjunction(word: re.Match[str]) -> str:
+    """The separator for "and" or "or"; the numbers of ``x < 1 or x > 3`` are a union, those of ``x > 1 and x < 3`` fulfil both."""
+    either = word.group().endswith("or") and re.search(r"[<>]|\\[lg]e(?![A-Za-z])", word.string)
+    return r" \cup " if either else " ; "
+
+
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
@@ -107,7 +116,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<=[\d\s])percent\b|\\text\{\s*percent\s*\}", "%"),
         (r"(?<![A-Za-z\\{])(?:sqrt)(?=\s*[({])", r"\\sqrt"),
         (r"(?<![A-Za-z\\{])pi(?![A-Za-z])", r"\\pi"),
-        (r"(?:[,;]\s*)?\b(?:and|or)\b", " ; "),
+        (r"(?:[,;]\s*)?\b(?:and|or)\b", _conjunction),
         (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
         (r"\\frac\s*([0-9A-Za-z])\s*(?=\{)", r"\\frac{\1}"),
         (r"(\\frac\s*\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from akl_dist.bookkeeping import checkpoint as cp
-from akl_dist.contract.errors import CheckpointError
+from akl_dist.contract.errors import CheckpointError, ResumeMismatch
 
 
 def state(num_ranks: int = 2, best_step: int | None = None) -> cp.CheckpointState:
@@ -68,7 +68,7 @@ def test_resume_from_a_path(tmp_path):
     save(tmp_path, 2)
     found = cp.find(tmp_path / "elsewhere", str(cp.folder_of(tmp_path, 1)), num_ranks=2)
     assert found.checkpoint is not None and found.checkpoint.step == 1
-    with pytest.raises(CheckpointError, match=r"resume: got .*no folder; expected auto, never or the path"):
+    with pytest.raises(ResumeMismatch, match=r"resume: got .*no folder; expected auto, never or the path"):
         cp.find(tmp_path, str(tmp_path / "absent"), num_ranks=2)
 
 
@@ -160,8 +160,9 @@ def test_newest_folder_without_manifest_is_not_skipped(tmp_path):
 
 def test_other_topology(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"number of learner ranks: got 4; expected 2.*learner\.num_ranks=2"):
+    with pytest.raises(ResumeMismatch, match=r"number of learner ranks: got 4; expected 2.*learner\.num_ranks=2") as caught:
         cp.find(tmp_path, "auto", num_ranks=4)
+    assert caught.value.exit_code == 2, "a mistake in the command, not a run that failed"
 
 
 # --- saving ------------------------------------------------------------------------------------------------------

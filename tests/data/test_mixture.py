@@ -12,7 +12,7 @@ import pytest
 
 from akl_dist.config.mixture import mixture_sources, natural_verifier, shares, verifiers
 from akl_dist.config.schema import Config, DataConfig, VerifyConfig
-from akl_dist.contract.errors import CheckpointError, DataError
+from akl_dist.contract.errors import DataError, ResumeMismatch
 from akl_dist.contract.records import Prompt
 from akl_dist.data.mixture import MixedPromptSource, prompt_source_of, schedule, source_from_state
 from akl_dist.data.order import PromptSource
@@ -160,14 +160,14 @@ def test_resume_refuses_what_has_changed():
     assert prompt_source_of(loaded(), config(), 3, state).state() == state
     assert prompt_source_of(loaded(), config({"a": 4, "b": 2, "c": 2}), 3, state).state() == state
     for changed in ({"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 1}, {"a": 2, "b": 1, "c": 1, "d": 1}):
-        with pytest.raises(CheckpointError, match=r"data\.mixture: got .*checkpoint's shares: a 1/2, b 1/4, c 1/4.*resume=never"):
+        with pytest.raises(ResumeMismatch, match=r"data\.mixture: got .*checkpoint's shares: a 1/2, b 1/4, c 1/4.*resume=never"):
             prompt_source_of(loaded(), config(changed), 3, state)
-    with pytest.raises(CheckpointError, match=r"data\.mixture\.b.*8 prompts that differ"):
+    with pytest.raises(ResumeMismatch, match=r"data\.mixture\.b.*8 prompts that differ"):
         prompt_source_of(loaded({**SIZES, "b": 8}), config(), 3, state)
-    with pytest.raises(CheckpointError, match=r"data\.mixture: got \{\}"):
+    with pytest.raises(ResumeMismatch, match=r"data\.mixture: got \{\}"):
         prompt_source_of(loaded(), DataConfig(), 3, state)
     alone = PromptSource(prompts(), seed=3).state()
-    with pytest.raises(CheckpointError, match="one data set, as in the checkpoint"):
+    with pytest.raises(ResumeMismatch, match="one data set, as in the checkpoint"):
         prompt_source_of(loaded(), config(), 3, alone)
 
 

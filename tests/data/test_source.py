@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from akl_dist.config.schema import ColumnsConfig, DataConfig
-from akl_dist.contract.errors import CheckpointError, DataError
+from akl_dist.contract.errors import DataError, ResumeMismatch
 from akl_dist.contract.records import Prompt
 from akl_dist.data.contamination import normalised
 from akl_dist.data.source import PromptSource, load, load_evaluation
@@ -129,7 +129,7 @@ def test_resume_refuses_other_prompts():
     other_tokens = [*prompts(10), Prompt("s/10", "s", "p10", (99,), "10")]
     other_gold = [*prompts(10), Prompt("s/10", "s", "p10", (11,), "9")]
     for changed in (prompts(10), other_tokens, other_gold):
-        with pytest.raises(CheckpointError, match=r"differ from the checkpoint's.*resume=never"):
+        with pytest.raises(ResumeMismatch, match=r"differ from the checkpoint's.*resume=never"):
             PromptSource.from_state(changed, state)
 
 
