@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ class Assembly:
         self._anchors = Anchors(loaded.anchor, seed=config.seed, per_step=config.rollout.prompts_per_step) if (
             loaded is not None and loaded.anchor) else None
         self._buffer = self._make_buffer() if needs_reference_samples(config) else None
-        self.dump = Scribe(run_id=self._run_id, folder=directory.rollouts, timeout_s=config.rollout.timeout_s,
+        self.dump = Scribe(run_id=self._run_id, folder=directory.rollouts, evaluations=directory.evaluations,
+                           timeout_s=config.rollout.timeout_s,
                            options=self._reservation.beside_driver("scribe")) if config.journal.dump_rollouts else None
         self._engines = self._make_engines() if order is None else None
         self._replay = None if order is None else self._make_replay(str(replay), order)
@@ -221,11 +223,12 @@ class Assembly:
 
     def close(self) -> None:
         """Stop engines first, then graders and models, then give the bundles back."""
-        for pool in (self._engines, self._replay, self.dump, self._buffer, self._verify, self._reference, self._critic,
-                     self._learner):
-            if pool is not None:
-                pool.close()
-        self._reservation.release()
+        with ExitStack() as closing:  # goes on to the next one where one raises
+            closing.callback(self._reservation.release)
+            for pool in (self._learner, self._critic, self._reference, self._verify, self._buffer, self.dump, self._replay,
+                         self._engines):  # the last one first
+                if pool is not None:
+                    closing.callback(pool.close)
 
 
 class Versioned:

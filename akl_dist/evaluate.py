@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from akl_dist.bookkeeping.sample_records import SampleFile
     from akl_dist.contract.records import JudgedGroup, Prompt, RolloutGroup
     from akl_dist.data.source import LoadedData
+    from akl_dist.evaluation import SampleRecord
     from akl_dist.published import Protocol
     from akl_dist.rollout.pool import RolloutPool
     from akl_dist.verify.pool import VerifyPool
@@ -99,6 +100,7 @@ def _without_training_limits(config: Config) -> Config:
 def run(config: Config) -> int:
     """One evaluation, or with ``dry_run=true`` the data report and what this machine lacks. Returns the exit code."""
     from akl_dist.bookkeeping.journal import RunDirectory, new_run_id
+    from akl_dist.rollout.tools import check_environment
 
     config = replace(config, run_id=config.run_id or new_run_id())
     directory = RunDirectory(Path(config.output_dir) / EXPERIMENT / str(config.run_id))
@@ -106,6 +108,8 @@ def run(config: Config) -> int:
     try:
         environment.prepare(config.cluster.address)
         check_rewards(config)
+        check_environment(config)
+        job.check_models(config)
         missing = _missing(config)
         if config.dry_run:
             job.say("\n".join([str(load(config).report), *(f"this machine lacks: {item}" for item in missing)]))
@@ -269,19 +273,14 @@ class _Evaluation:
             max_response_tokens=config.rollout.max_response_tokens, seed_key=("evaluate", config.evaluate.seed))
 
     def _store(self, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup], samples: SampleFile) -> None:
+        from akl_dist.bookkeeping.sample_records import problem_row
         from akl_dist.cluster.gather import fetch_all
 
         arrays = fetch_all([group.arrays for group in judged], timeout_s=self.config.verify.batch_timeout_s, stage="verify",
                            what=f"verdicts of {len(judged)} problems")
         self.judged += [replace(group, arrays=None) for group in judged]
-        ran = {} if self.sandbox is None else {"sandbox": self.sandbox}
         for group, verdicts, texts in zip(rollouts, judged, arrays, strict=True):
-            rows = zip(verdicts.verdicts, texts.extracted, texts.texts, group.sampled_lengths, group.truncated,
-                       verdicts.answer_span_tokens, strict=True)
-            samples.append(group.prompt.source, group.prompt.prompt_id, [
-                {"status": verdict.status.value, "extracted": extracted, "reason": verdict.reason, "tokens": tokens,
-                 "truncated": truncated, "answer_span_tokens": span, "text": text, **ran}
-                for verdict, extracted, text, tokens, truncated, span in rows])
+            samples.append(problem_row(group, verdicts, texts, self.sandbox))
 
     def _limit(self, benchmark: str) -> int:
         """Tokens that a response may have: the run's limit, or that of the benchmark's source in a mixture."""
@@ -298,6 +297,29 @@ class _Evaluation:
             mode="non-thinking" if config.data.template_kwargs.get("enable_thinking") is False else "thinking", problems=problems,
             shots=0, samples=config.evaluate.samples, temperature=config.rollout.temperature, top_p=1.0, top_k=0,
             presence_penalty=0.0, max_tokens=self._limit(benchmark), prompt=" ".join(words), tools=config.rollout.tools.environment)
+
+    def _truncation(self, benchmark: str, records: Sequence[SampleRecord]) -> list[str]:
+        """Where many responses did not end by themselves: what ended them, and the keys that allow them more. A cause that less
+        than half of ``MANY_TRUNCATED`` ended by goes without saying."""
+        if sum(record.truncated for record in records) <= MANY_TRUNCATED * len(records):
+            return []
+        rollout, limit = self.config.rollout, self._limit(benchmark)
+        key = "rollout.max_response_tokens"
+        if limit < rollout.max_response_tokens:
+            key = "max_response_tokens of its source in data.mixture"
+        where = f"end at the limit of {limit} tokens"
+        if rollout.tools.environment and rollout.tools.max_turn_tokens is not None:
+            where = f"end at a limit, {limit} tokens or {rollout.tools.max_turn_tokens} in one turn,"
+            key += " or rollout.tools.max_turn_tokens"
+        kinds = {one.verifier or self.config.verify.kind for one in self.loaded.evaluation if one.source == benchmark}
+        counts = " and count as no answer" if kinds <= {"math", "code"} else ""  # other verifiers judge them all the same
+        causes = ((False, where, key),
+                  (True, f"want more answers of the environment than the {rollout.tools.max_turns} they may have",
+                   "rollout.tools.max_turns"))
+        shares = [(sum(one.truncated and one.turns_used_up is used_up for one in records) / len(records), what, raised)
+                  for used_up, what, raised in causes]
+        return [f"{100 * share:.0f} % of the responses on {benchmark} {what}{counts}: raise {raised}."
+                for share, what, raised in shares if share >= MANY_TRUNCATED / 2]
 
     def _conclude(self, samples: SampleFile) -> None:
         """evaluation.json and the table. Raises RunError unless every problem has every sample."""
@@ -324,13 +346,9 @@ class _Evaluation:
             "benchmarks": {name: one.to_dict() for name, one in results.items()},
             "published": {name: one and one.to_dict() for name, one in against.items()}}, indent=2) + "\n")
         job.say("\n" + table(results) + "\n\n" + published_report(model, config.model.path, against))
-        for name, one in results.items():
-            if one.truncated_fraction > MANY_TRUNCATED:
-                limit, key = self._limit(name), "rollout.max_response_tokens"
-                if limit < config.rollout.max_response_tokens:
-                    key = "max_response_tokens of its source in data.mixture"
-                job.say(f"warning: {100 * one.truncated_fraction:.0f} % of the responses on {name} end at the limit of {limit} "
-                        f"tokens and count as no answer: raise {key}.")
+        for name in results:
+            for line in self._truncation(name, [record for record in samples.records if record.benchmark == name]):
+                job.say(f"warning: {line}")
         job.say(f"\nresult: {self.result}")
 
 

@@ -23,7 +23,8 @@ COLUMNS = 100  # of a terminal, for what is printed
 @dataclass(frozen=True)
 class SampleRecord:
     """One judged response. ``tokens`` counts its end token; ``answer_span_tokens`` is 0 where nothing was extracted;
-    ``votes`` False: answers of this benchmark have no majority (programs)."""
+    ``votes`` False: answers of this benchmark have no majority (programs). ``turns_used_up``: truncated because it wanted one more
+    answer of its environment."""
 
     benchmark: str
     problem_id: str
@@ -34,6 +35,7 @@ class SampleRecord:
     truncated: bool
     answer_span_tokens: int
     votes: bool = True
+    turns_used_up: bool = False
 
     @property
     def key(self) -> tuple[str, str, int]:

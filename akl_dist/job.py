@@ -7,6 +7,7 @@ that this process started stays behind.
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 import tempfile
@@ -20,13 +21,14 @@ from akl_dist.bookkeeping.console import printable, write_alarm, write_line
 from akl_dist.cluster import environment, preflight
 from akl_dist.cluster.placement import lacks, layout
 from akl_dist.cluster.plan_text import plan_text
-from akl_dist.config import typed
+from akl_dist.config import models, typed
 from akl_dist.config.compose import config_hash, from_yaml
 from akl_dist.config.own_loss import check_own_loss
 from akl_dist.config.resolve import kl_roles, resolved_data
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import not_run_yet, validate, warnings
 from akl_dist.contract.errors import AklError, ClusterError, ConfigError, DataError, RunError, UserError
+from akl_dist.rollout.tools import check_environment
 from akl_dist.verify.rewards import check_rewards
 
 if TYPE_CHECKING:
@@ -47,13 +49,20 @@ def dry_run(config: Config) -> int:
         environment.prepare(config.cluster.address)
         check_own_loss(config)
         check_rewards(config)
+        check_environment(config)
+        check_models(config)
         lacking = preflight.lacking(config, layout(config))
+        if environment.resolve_address(config.cluster.address) is None:
+            lacking += [f"this machine alone: {item}" for item in lacks_memory(config)]
         check_replay(config)
         text = plan_text(config, layout(config), lacking=lacking, notes=warnings(config) + not_run_yet(config))
         if not any(item.startswith("hub:") for item in lacking):
             text += f"\n\n{load_data(config).report}"
     except AklError as error:
         return complain(error, config)
+    except OSError as error:
+        return complain(UserError("file system", got=str(error), expected="files that can be read", stage="config",
+                                  remedy="Mend their permissions."), config)
     say(text)
     return 0
 
@@ -65,6 +74,23 @@ def check(config: Config) -> None:
     if unready:
         raise ConfigError([UserError("configuration", got=item, expected="settings that a run carries out", stage="config",
                                      remedy="Use dry_run=true to see the plan.") for item in unready])
+
+
+def check_models(config: Config) -> None:
+    """Raise ModelError for local weights that are missing or incomplete; nothing is loaded."""
+    models.check_weights("model.path", config.model.path)
+    if config.objective.advantage == "gae" and config.critic.path is not None:
+        models.check_weights("critic.path", config.critic.path)
+
+
+def lacks_memory(config: Config) -> list[str]:
+    """What is set aside at the start on this machine alone, where that is more memory than it has; weights are not counted."""
+    caches = config.rollout.num_engines if config.cluster.device == "cpu" and config.rollout.replay is None else 0
+    needed = caches * config.rollout.kv_cache_gib + config.cluster.object_store_mib / 1024
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    parts = f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} of each of {caches} engines and " if caches else ""
+    return [f"{parts}cluster.object_store_mib={config.cluster.object_store_mib}: {needed:,.1f} GiB of memory, the machine has "
+            f"{has:,.1f}"] if needed > has else []
 
 
 def load_data(config: Config) -> LoadedData:
@@ -110,14 +136,14 @@ def run(config: Config) -> int:
     directory = RunDirectory(Path(config.output_dir) / config.experiment / str(config.run_id))
     try:
         previous = directory.read_result()
-    except AklError as error:  # a damaged result.json stays as it is: a person decides what it was worth
+        if previous and previous["status"] == "finished" and previous["steps"] >= config.steps and config.resume == "auto":
+            say(f"run {config.run_id} is finished ({previous['steps']} steps): {directory.result}\n{directory.result.read_text()}")
+            return 0
+        check_writable(directory.root)
+    except AklError as error:  # result.json stays as it is: it is damaged (a person decides what it was worth), or has no place
         return complain(error, config)
-    if previous and previous["status"] == "finished" and previous["steps"] >= config.steps and config.resume == "auto":
-        say(f"run {config.run_id} is finished ({previous['steps']} steps): {directory.result}\n{directory.result.read_text()}")
-        return 0
     attempt = Attempt(config, directory)
     try:
-        check_writable(directory.root)
         code = attempt.execute()
     except AklError as error:
         attempt.write_result("failed", failure_record(error))
@@ -181,6 +207,8 @@ class Attempt:
         environment.prepare(config.cluster.address)
         check_own_loss(config)
         check_rewards(config)
+        check_environment(config)
+        check_models(config)
         self._preflight()
         loaded = None if config.rollout.replay is not None else load_data(config)
         if loaded is not None:
@@ -194,10 +222,10 @@ class Attempt:
     def _preflight(self) -> None:
         """A local cluster has what this machine has: what is missing is known before Ray starts."""
         if environment.resolve_address(self.config.cluster.address) is None:
-            missing = lacks(layout(self.config), [preflight.machine_resources(self.config)])
+            missing = lacks(layout(self.config), [preflight.machine_resources(self.config)]) + lacks_memory(self.config)
             if missing:
                 raise ClusterError("this machine", got="; ".join(missing), expected="room for the layout", stage="cluster",
-                                   remedy="Ask for fewer ranks, engines or devices; dry_run=true prints the layout.")
+                                   remedy="Ask for fewer ranks, engines, devices or GiB; dry_run=true prints the layout.")
 
     def _enter_directory(self) -> Checkpoint | None:
         """Find what to resume from, then write config.yaml and environment.json."""
@@ -267,7 +295,7 @@ class Attempt:
             say(f"metrics.jsonl: {dropped} lines after step {progress.step} dropped; they are computed again")
         console = Console(config.steps, first_step=progress.step + 1)
         self.recorder = StepRecorder(journal, console, assembly.dump,
-                                     Alarms(console.say, kl_roles=kl_roles(config.objective.kl)))
+                                     Alarms(console.say, kl_roles=kl_roles(config.objective.kl)), sandbox=self.sandbox)
         self.recorder.progress = progress
         progress = train(
             Run(config=config, stages=assembly.stages, prompts=assembly.prompts,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from akl_dist.config.schema import Config
-from akl_dist.contract.records import Prompt, Sampling, TrainingGroup
+from akl_dist.contract.records import JudgedGroup, Prompt, RolloutGroup, Sampling, TrainingGroup
 from akl_dist.contract.stages import CriticStage, LearnerStage, ReferenceStage, RolloutStage, VerifyStage, WeightSyncStage
 from akl_dist.drawing import PromptTaker, draw
 from akl_dist.objective.shaping import adapted_coefficient
@@ -53,7 +53,7 @@ class Recorder(Protocol):
 
     def step_done(self, progress: Progress, metrics: dict[str, float], groups: Sequence[TrainingGroup]) -> None: ...
 
-    def evaluation_done(self, progress: Progress) -> None: ...
+    def evaluation_done(self, progress: Progress, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ def train(run: Run, progress: Progress) -> Progress:
             progress = evaluated(run, progress)
             metrics |= progress.evaluations["last"].metrics()
         run.recorder.step_done(progress, metrics, groups)
+        del groups  # as long as a handle is held, the store keeps its arrays: the next step's need the room
         if progress.step == config.steps or due(progress.step, config.checkpoint.every) or run.stop_requested():
             run.save(progress)
     if run.evaluation_prompts and progress.step == config.steps and progress.evaluations["last"].step != progress.step:
@@ -161,12 +162,11 @@ def evaluated(run: Run, progress: Progress) -> Progress:
     rollouts = stages.rollout.sample(run.evaluation_prompts, sampling(run, config.evaluate.samples, key), verdicts.add)
     ticket = verdicts.ticket(rollouts)
     reference = stages.reference.score(rollouts)
+    judged = stages.verify.collect(ticket)
     evaluation = summarise_evaluation(
-        rollouts, stages.verify.collect(ticket), reference, step=progress.step, policy_version=progress.policy_version,
-        seed=config.evaluate.seed,
-    )
+        rollouts, judged, reference, step=progress.step, policy_version=progress.policy_version, seed=config.evaluate.seed)
     progress = progress.with_evaluation(evaluation)
-    run.recorder.evaluation_done(progress)
+    run.recorder.evaluation_done(progress, rollouts, judged)
     return progress
 
 

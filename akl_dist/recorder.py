@@ -7,7 +7,7 @@ from typing import Protocol
 
 from akl_dist.bookkeeping.console import Console
 from akl_dist.bookkeeping.journal import Journal
-from akl_dist.contract.records import TrainingGroup
+from akl_dist.contract.records import JudgedGroup, RolloutGroup, TrainingGroup
 from akl_dist.loop import Progress
 from akl_dist.verify.roles import SIGNALS, agreement, likelihood_ratios
 
@@ -20,11 +20,19 @@ CONSTANT_REWARD_STEPS = 10
 class Dump(Protocol):
     def write(self, step: int, groups: Sequence[TrainingGroup]) -> None: ...
 
+    def write_samples(
+        self, step: int, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup], sandbox: str | None
+    ) -> None: ...
+
 
 class StepRecorder:
-    """The loop's Recorder. ``dump`` is None where journal.dump_rollouts is off."""
+    """The loop's Recorder. ``dump`` is None where journal.dump_rollouts is off; ``sandbox`` is the form of isolation in which
+    programs run, None where none do."""
 
-    def __init__(self, journal: Journal, console: Console, dump: Dump | None, alarms: Alarms) -> None:
+    def __init__(
+        self, journal: Journal, console: Console, dump: Dump | None, alarms: Alarms, *, sandbox: str | None = None
+    ) -> None:
+        self._sandbox = sandbox
         self._journal, self._console, self._dump, self._alarms = journal, console, dump, alarms
         self.progress = Progress()
         """The last that was reported; what a failed run's result says."""
@@ -37,8 +45,10 @@ class StepRecorder:
         self._console.step(step, metrics)
         self._alarms.check(step, metrics)
 
-    def evaluation_done(self, progress: Progress) -> None:
+    def evaluation_done(self, progress: Progress, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup]) -> None:
         self.progress = progress
+        if self._dump is not None:
+            self._dump.write_samples(progress.step, rollouts, judged, self._sandbox)
         self._console.say(progress.evaluations["last"].text())
 
 

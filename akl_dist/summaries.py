@@ -158,7 +158,7 @@ class Evaluation:
     problems: int
     undecided: int
     accuracy: float
-    accuracy_standard_error: float
+    accuracy_standard_error: float | None  # None for a single problem
     answer_span_tokens: float
     response_tokens: float
     truncated_fraction: float
@@ -179,7 +179,6 @@ class Evaluation:
         return {
             f"{prefix}avg_at_{self.samples}": self.accuracy,
             f"{prefix}avg_at_k": self.accuracy,
-            f"{prefix}standard_error": self.accuracy_standard_error,
             f"{prefix}problems": self.problems,
             f"{prefix}undecided": self.undecided,
             f"{prefix}answer_span_tokens": self.answer_span_tokens,
@@ -187,6 +186,7 @@ class Evaluation:
             f"{prefix}truncated_fraction": self.truncated_fraction,
             f"{prefix}no_answer_fraction": self.no_answer_fraction,
             f"{prefix}kl_per_token": self.kl_per_token,
+            **({} if self.accuracy_standard_error is None else {f"{prefix}standard_error": self.accuracy_standard_error}),
             **several,
             **majority,
             **{f"{prefix}pass_at_{k}": value for k, value in self.pass_at_k.items()},
@@ -200,8 +200,10 @@ class Evaluation:
         return "\n".join([first, *(f"  {name}: {one._figures()}" for name, one in self.by_source.items())])
 
     def _figures(self) -> str:
-        return (f"avg@{self.samples} {100 * self.accuracy:.1f} % +- {100 * self.accuracy_standard_error:.1f} "
-                f"({self.problems} held-out problems, sampling seed {self.seed}), "
+        error = "" if self.accuracy_standard_error is None else f" +- {100 * self.accuracy_standard_error:.1f}"
+        undecided = f", {self.undecided} of {self.problems * self.samples} responses without a verdict" if self.undecided else ""
+        return (f"avg@{self.samples} {100 * self.accuracy:.1f} %{error} "
+                f"({self.problems} held-out problems, sampling seed {self.seed}{undecided}), "
                 f"response {self.response_tokens:.1f} tokens, KL {self.kl_per_token:.4f}"
                 + ("" if self.distinct_correct is None else f", {self.distinct_correct:.2f} different right answers a problem"))
 
@@ -270,11 +272,10 @@ def _summary(
     spans = [n for g in judged for n in g.answer_span_tokens if n > 0]
     mean = sum(means) / len(means)
     several = [j.distinct_correct for r, j in zip(rollouts, judged, strict=True) if alternatives(r.prompt.gold) is not None]
-    spread = math.sqrt(sum((m - mean) ** 2 for m in means) / (len(means) - 1)) if len(means) > 1 else 0.0
     return Evaluation(
         step=step, policy_version=policy_version, data_set=data_set, seed=seed,
         samples=len(judged[0].verdicts), problems=len(judged), undecided=sum(not v.status.trains for v in verdicts),
-        accuracy=mean, accuracy_standard_error=spread / math.sqrt(len(means)),
+        accuracy=mean, accuracy_standard_error=statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         answer_span_tokens=sum(spans) / len(spans) if spans else 0.0,
         response_tokens=sum(lengths) / len(lengths),
         truncated_fraction=sum(sum(g.truncated) for g in rollouts) / len(lengths),

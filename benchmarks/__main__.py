@@ -7,6 +7,7 @@ Exits 1 if one of them missed its target or gave no result. Run it on a machine 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -50,20 +51,21 @@ def run(name: str) -> Outcome:
     process = subprocess.Popen([sys.executable, "-m", f"benchmarks.{name}"], cwd=Path(__file__).resolve().parents[1],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONWARNINGS": "ignore::FutureWarning"})
-    try:
-        out, errors = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
+    out, errors = "", f"{name}: what it started keeps its output open"
+    for end, limit_s in ((None, DEADLINE_S), (signal.SIGINT, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        if end is not None:
+            process.send_signal(end)
         try:
-            out, errors = process.communicate(timeout=GRACE_S)
+            out, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            out, errors = process.communicate()
-        errors += f"\nended after {DEADLINE_S} s"
+            continue
+        errors += f"\nended after {DEADLINE_S:g} s" if end is not None else ""
+        break
     result, text = split(out)
-    if result is None or process.returncode != 0:
+    exit_code = -signal.SIGKILL if process.returncode is None else process.returncode
+    if result is None or exit_code != 0:
         text = "\n".join([text, *errors.splitlines()[-LAST_LINES:]]).strip()
-    return Outcome(name, result, text, process.returncode)
+    return Outcome(name, result, text, exit_code)
 
 
 def split(output: str) -> tuple[dict[str, Any] | None, str]:
@@ -80,18 +82,28 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """Measured ratios against their targets."""
     lines = [f"{'benchmark':<24}{'ratio':>8}{'target':>9}  {'':<8}what"]
     for one in outcomes:
-        ratio, target = ("-", "-") if one.result is None else (f"{one.result['ratio']:.3f}", f"<= {one.result['max_ratio']:g}")
-        word = "met" if one.met else "no result" if one.result is None else "missed"
+        measured = None if one.result is None else one.result["ratio"]  # None, too, where a machine cannot hold what it takes
+        ratio = "-" if measured is None else f"{measured:.3f}"
+        target = "-" if one.result is None else f"<= {one.result['max_ratio']:g}"
+        word = "met" if one.met else "no result" if measured is None else "missed"
         busy = " (other programs were running: measure again)" if one.result and one.result.get("quiet") is False else ""
         lines.append(f"{one.name:<24}{ratio:>8}{target:>9}  {word:<9} {BENCHMARKS[one.name]}{busy}")
     return "\n".join(lines)
 
 
-def main(names: Sequence[str]) -> int:
-    unknown = [name for name in names if name not in BENCHMARKS]
-    if unknown:
-        print(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
-        return 2
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    listed = "\n".join(f"  {name:<24}{what}" for name, what in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, epilog=f"benchmarks:\n{listed}",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which; all where none is named")
+    options = parser.parse_args(argv)
+    if unknown := [name for name in options.names if name not in BENCHMARKS]:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    names = arguments(argv).names
     outcomes = []
     for name in names or BENCHMARKS:
         print(f"--- {name}: {BENCHMARKS[name]}", flush=True)

@@ -196,7 +196,8 @@ def reference_body(pipe: Connection, settings: Any) -> None:
         scored = worker.score(groups)
         seconds = time.perf_counter() - begin
         logp = np.concatenate([one.arrays.logp for one in scored])
-        np.savez(task.scores, **{name: np.concatenate([one.arrays.rows[name] for one in scored]) for name in scored[0].arrays.rows})
+        rows: dict[str, Any] = {name: np.concatenate([one.arrays.rows[name] for one in scored]) for name in scored[0].arrays.rows}
+        np.savez(task.scores, **rows)
         gap = np.abs(logp - np.concatenate([np.asarray(row) for row in _columns(task.dump, ["ref_logp"])["ref_logp"]])).max()
         pipe.send({"seconds": seconds, "largest_logp_gap": float(gap)})
 

@@ -6,8 +6,9 @@ ends a response, so nearly all of them are that long). In the driver, every argu
 fetches is pickled once more and measured; references to stored objects count with their own size, each time they occur. The
 arrays behind the references are then fetched, outside the count, and their bytes are shown beside.
 
-The probe of the weight sync does pass through the driver: --probe-sequences sequences of at most 512 tokens, whatever the length
-of the responses. Below that bound it grows with them, so it is counted apart from the rest as well.
+The probe of the weight sync does pass through the driver: weight_sync.probe_sequences sequences of at most PROBE_TOKENS tokens
+(weight_sync.pool), whatever the length of the responses. Below that bound it grows with them, so it is counted apart from the
+rest as well.
 
     python -m benchmarks.driver_bytes [--tokens 20 --max-ratio 1.05 --override rollout.group_size=4]
 
@@ -34,7 +35,7 @@ from unittest import mock
 from benchmarks.in_process import Running, running
 
 if TYPE_CHECKING:
-    from akl_dist.contract.records import Prompt, TrainingGroup
+    from akl_dist.contract.records import JudgedGroup, Prompt, RolloutGroup, TrainingGroup
     from akl_dist.loop import Progress
 
 DEADLINE_S = 600
@@ -42,10 +43,20 @@ FACTOR = 10
 PROMPT_TOKENS = 48
 MIN_FILLED = 0.95
 """Mean response length at least, as a share of the limit."""
-STAGE_OF = {"begin_draw": "rollout", "more_groups": "rollout", "judge": "verify", "label": "verify", "score": "reference",
-            "update": "learner", "write": "dump"}
-"""Stage of each remote method; all others belong to the weight sync."""
-PROBE = {"probe_sequences", "probe_logprobs", "prompt_logprobs"}
+METHODS = {
+    "rollout": ("begin_draw", "more_groups", "groups"),
+    "verify": ("judge", "label"),
+    "reference": ("score",),
+    "critic": ("appraise",),
+    "learner": ("update", "entropies"),
+    "cokl": ("take",),
+    "weight_sync": ("sync_manifest", "parameter_manifest", "begin_update", "gather_bucket", "load_bucket", "finish_update",
+                    "confirm_update"),
+    "weight_sync probe": ("probe_sequences", "probe_logprobs", "prompt_logprobs"),
+    "dump": ("write",),
+}
+"""Remote methods of a step by stage, the probe of the weight sync apart from the rest of it; others count as "other"."""
+STAGE_OF = {method: stage for stage, methods in METHODS.items() for method in methods}
 
 
 @dataclass
@@ -60,10 +71,9 @@ class Traffic:
         return {name: self.sent[name] + self.received[name] for name in sorted({*self.sent, *self.received})}
 
     def by_stage(self) -> dict[str, int]:
-        """The probe of the weight sync apart from the rest of it."""
         out: collections.Counter[str] = collections.Counter()
         for name, size in self.by_method.items():
-            out["weight_sync probe" if name in PROBE else STAGE_OF.get(name, "weight_sync")] += size
+            out[STAGE_OF.get(name, "other")] += size
         return dict(out)
 
     @property
@@ -150,7 +160,9 @@ class Silent:
 
     def step_done(self, progress: Progress, metrics: dict[str, float], groups: Sequence[TrainingGroup]) -> None: ...
 
-    def evaluation_done(self, progress: Progress) -> None: ...
+    def evaluation_done(
+        self, progress: Progress, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup]
+    ) -> None: ...
 
 
 def one_measured_step(running_: Running, tokens: int, end_id: int, version: int) -> tuple[Traffic, dict[str, int]]:

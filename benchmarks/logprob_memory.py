@@ -3,7 +3,7 @@
 Each way runs in a process of its own; its peak is the high-water mark of resident memory minus what was resident
 once the inputs existed. Prints one JSON line with both peaks (bytes), their ratio and the times (seconds).
 
-    python benchmarks/logprob_memory.py [--vocabulary 49152 --tokens 4096 --hidden 576 --chunk-tokens 256]
+    python -m benchmarks.logprob_memory [--vocabulary 49152 --tokens 4096 --hidden 576 --chunk-tokens 256]
 
 The whole-logits way is the leanest one in use (log_softmax and gather in float32, no entropy), so that the ratio does
 not profit from work that only a careless version would do; the chunked way computes the entropy as well. Exits 1 if

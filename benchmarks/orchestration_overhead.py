@@ -108,8 +108,8 @@ class Interleaver:
         self._cpu = OtherPrograms()
         self._mark = time.perf_counter()
 
-    def evaluation_done(self, progress: Progress) -> None:
-        self._inner.evaluation_done(progress)
+    def evaluation_done(self, progress: Progress, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup]) -> None:
+        self._inner.evaluation_done(progress, rollouts, judged)
 
     def _repeat(self, step: int, wall: float, metrics: Mapping[str, float], others: float) -> None:
         from akl_dist.bookkeeping.rollout_dump import dump_path
@@ -138,7 +138,7 @@ class TimedVerify:
         return self._inner.submit(groups)
 
     def collect(self, ticket: Any, earlier: Sequence[JudgedGroup] = ()) -> list[JudgedGroup]:
-        return self._inner.collect(ticket)
+        return self._inner.collect(ticket, earlier)
 
     def label(self, groups: Sequence[RolloutGroup], judged: Sequence[JudgedGroup],
               reference: Sequence[ReferenceGroup]) -> list[LabelledGroup]:

@@ -36,8 +36,8 @@ def answers(folder: Path | None = None) -> list[tuple[str, str]]:
         n, d = draw.randrange(2, 5000), draw.randrange(2, 60)
         pairs += [(str(n), str(n)), (str(n), str(n + 1)), (f"{n:,}", str(n)), (f"\\frac{{{n}}}{{{d}}}", f"{n}/{d}"),
                   (f"{n}\\sqrt{{2}}", f"\\sqrt{{{2 * n * n}}}")]
-    for name in PUBLISHED if folder else ():
-        rows = _rows(folder / f"{name}.jsonl")
+    for name, file in [] if folder is None else [(name, folder / f"{name}.jsonl") for name in PUBLISHED]:
+        rows = _rows(file)
         read = gsm8k_gold if name.startswith("gsm8k") else str
         golds = [gold for row in rows if (gold := read(row["answer"]))]
         pairs += list(zip(golds, golds, strict=True)) + list(zip(golds, golds[1:] + golds[:1], strict=True))

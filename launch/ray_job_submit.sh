@@ -61,16 +61,18 @@ on_signal() {
 trap stop_head EXIT
 trap on_signal INT TERM
 
+# The agent that runs jobs has a fixed port by default, which another cluster on this machine may hold; then no job is ever taken.
 RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-120}" "$RAY" start --head --block \
-  --port="$GCS_PORT" --dashboard-host=127.0.0.1 --dashboard-port="$DASHBOARD_PORT" \
+  --port="$GCS_PORT" --dashboard-host=127.0.0.1 --dashboard-port="$DASHBOARD_PORT" --dashboard-agent-listen-port=0 \
   --temp-dir="$TEMP_DIR" >"$TEMP_DIR/head.log" 2>&1 &
 HEAD_PID=$!
 
 deadline=$((SECONDS + START_TIMEOUT_S))
-until "$RAY" job submit --no-wait -- true >/dev/null 2>&1; do  # the job list answers before the agent that runs jobs is there
+# The job list answers before the agent that runs jobs is there, so a job is what is tried.
+until timeout "$START_TIMEOUT_S" "$RAY" job submit --no-wait -- true >"$TEMP_DIR/submit.log" 2>&1; do
   if ! kill -0 "$HEAD_PID" 2>/dev/null || ((SECONDS >= deadline)); then
-    echo "the Ray head did not start within $START_TIMEOUT_S s; its output:" >&2
-    cat "$TEMP_DIR/head.log" >&2
+    echo "the Ray head took no job within $START_TIMEOUT_S s (START_TIMEOUT_S=...); its output, and its last answer:" >&2
+    cat "$TEMP_DIR/head.log" "$TEMP_DIR/submit.log" >&2
     exit 1
   fi
   sleep 1

@@ -62,11 +62,6 @@ class Found:
     reason: str
 
 
-def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of the resolved configuration, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True, allow_nan=False).encode()).hexdigest()
-
-
 def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:0{_STEP_WIDTH}d}"
 
@@ -128,7 +123,7 @@ def commit(temporary: Path, step: int, state: CheckpointState) -> Checkpoint:
         fsync(folder)
     manifest = {"format": FORMAT, "step": step, "state": asdict(state), "files": entries}
     write_text(temporary / MANIFEST, strict_json(manifest, indent=1) + "\n")
-    final = temporary.parent / f"step_{step:0{_STEP_WIDTH}d}"
+    final = folder_of(temporary.parent.parent, step)
     if final.exists():  # saved before the run was cut back to an earlier step
         _remove(final)
     os.rename(temporary, final)

@@ -78,6 +78,9 @@ class Console:
         ):
             if key in metrics:
                 parts.append(f"{label} {metrics[key]:{form}}")
+        undecided = sum(metrics.get(f"verify/{status}_fraction", 0.0) for status in ("timeout", "error", "invalid_gold"))
+        if undecided > 0:
+            parts.append(f"without verdict {100 * undecided:.0f} %")
         stages = [f"{name} {metrics[f'time/{name}_s']:.1f}" for name in STAGES if f"time/{name}_s" in metrics]
         if "time/step_s" in metrics:
             parts.append(f"{metrics['time/step_s']:.1f} s" + (f" ({', '.join(stages)})" if stages else ""))
@@ -140,7 +143,7 @@ def before_after_table(
         if row.key not in values:
             return "-"
         text = f"{values[row.key] * row.scale:{row.form}}"
-        if row.error and row.error in values:
+        if row.error and values.get(row.error) is not None:
             text += f" {plus_minus} {values[row.error] * row.scale:{row.form}}"
         return text
 

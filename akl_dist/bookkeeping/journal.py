@@ -80,6 +80,7 @@ class RunDirectory:
         self.metrics, self.result = root / "metrics.jsonl", root / "result.json"
         self.tensorboard, self.logs, self.rollouts = root / "tensorboard", root / "logs", root / "rollouts"
         self.checkpoints, self.hf, self.curve = root / "checkpoints", root / "hf", root / "learning_curve.png"
+        self.evaluations = root / "evaluations"
 
     @classmethod
     def create(cls, output_dir: str | Path, experiment: str, run_id: str, config: Mapping[str, Any]) -> RunDirectory:

@@ -12,14 +12,15 @@ from typing import Any
 import ray
 
 from akl_dist.bookkeeping.rollout_dump import DumpRow, ReplayOrder, ReplayReader, dump_path, rows_of_group, write_rollouts
+from akl_dist.bookkeeping.sample_records import evaluation_path, problem_row, write_evaluation
 from akl_dist.cluster import actor
-from akl_dist.cluster.gather import fetch, gather, store
+from akl_dist.cluster.gather import fetch, fetch_all, gather, store
 from akl_dist.contract.errors import DataError
-from akl_dist.contract.records import JudgedArrays, Prompt, RolloutGroup, Sampling, SyncReport, TrainingGroup
+from akl_dist.contract.records import JudgedArrays, JudgedGroup, Prompt, RolloutGroup, Sampling, SyncReport, TrainingGroup
 
 
 class ScribeActor:
-    """Writes one Parquet file per step."""
+    """Writes one Parquet file per step, and one JSONL file per evaluation."""
 
     def __init__(self) -> None:
         actor.enter()
@@ -37,17 +38,42 @@ class ScribeActor:
         return write_rollouts(dump_path(Path(folder), step), rows)
 
 
-class Scribe:
-    """Dumps a step's rollouts while the next step runs; at most one dump is under way (the next call waits for it)."""
+    def write_samples(
+        self, path: str, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup], sandbox: str | None, timeout_s: float
+    ) -> None:
+        texts = fetch_all([group.arrays for group in judged], timeout_s=timeout_s, stage="verify",
+                          what=f"verdicts of {len(judged)} problems")
+        write_evaluation(Path(path), [problem_row(*row, sandbox) for row in zip(rollouts, judged, texts, strict=True)])
 
-    def __init__(self, *, run_id: str, folder: Path, options: Mapping[str, Any], timeout_s: float) -> None:
+
+class Scribe:
+    """Dumps a step's rollouts while the next step runs; at most one dump is under way (the next call waits for it).
+
+    Args:
+        folder: of the rollout dumps.
+        evaluations: folder of the evaluations' samples.
+        options: Ray options of its actor.
+        timeout_s: limit of one dump.
+    """
+
+    def __init__(self, *, run_id: str, folder: Path, evaluations: Path, options: Mapping[str, Any], timeout_s: float) -> None:
         self._name, self._folder, self._timeout_s = f"scribe/{run_id}/0", str(folder.resolve()), timeout_s
+        self._evaluations = evaluations.resolve()
         self._actor: Any = ray.remote(ScribeActor).options(**options, name=self._name, max_restarts=0).remote()
         self._pending: dict[str, Any] = {}
 
     def write(self, step: int, groups: Sequence[TrainingGroup]) -> None:
         self.flush()
         self._pending = {self._name: self._actor.write.remote(self._folder, step, groups, self._timeout_s)}
+
+    def write_samples(
+        self, step: int, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup], sandbox: str | None
+    ) -> None:
+        """The samples of the evaluation after ``step``. ``sandbox``: the form of isolation in which programs ran, if any."""
+        self.flush()
+        path = str(evaluation_path(self._evaluations, step))
+        call = self._actor.write_samples.remote(path, rollouts, judged, sandbox, self._timeout_s)
+        self._pending = {self._name: call}
 
     def flush(self) -> None:
         """Wait until the last dump is on disk."""

@@ -46,6 +46,7 @@ SCHEMA = pa.schema(
         ("advantage", pa.float64()),
         ("reward", pa.float64()),  # null where there is no verdict
         ("status", pa.string()),
+        ("reason", pa.string()),  # why, in words; empty where the status says it all
         ("extracted", pa.string()),
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
@@ -56,7 +57,7 @@ SCHEMA = pa.schema(
 )
 _EXTRAS = ("think_open", "verifier", "max_response_tokens", "extra")
 _PER_TOKEN = ("role", "logp", "ref_logp", "entropy")
-_TEXT = ("prompt_id", "source", "prompt_text", "gold", "text", "status", "extracted", "finish_reason")
+_TEXT = ("prompt_id", "source", "prompt_text", "gold", "text", "status", "reason", "extracted", "finish_reason")
 _FILE = re.compile(r"step_(\d+)\.parquet")
 
 
@@ -81,6 +82,7 @@ class DumpRow:
     advantage: float
     reward: float | None
     status: str
+    reason: str
     extracted: str | None
     finish_reason: str
     policy_version: int
@@ -116,7 +118,8 @@ def rows_of_group(
                 response_token_ids=rollout.token_ids[piece], text=judged.texts[index],
                 role=roles.answer_mask[piece], logp=rollout.logp[piece], ref_logp=reference.logp[piece],
                 entropy=reference.entropy[piece], advantage=group.advantages[index], reward=verdict.reward,
-                status=verdict.status.value, extracted=judged.extracted[index], finish_reason=header.finish_reasons[index],
+                status=verdict.status.value, reason=verdict.reason, extracted=judged.extracted[index],
+                finish_reason=header.finish_reasons[index],
                 policy_version=header.policy_version,
                 answer_span_tokens=labelled.judged.answer_span_tokens[index],
                 turns=json.dumps(asdict(header.turns[index])) if header.turns else None, prompt_extras=extras,

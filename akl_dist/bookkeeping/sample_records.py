@@ -11,12 +11,34 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from akl_dist.bookkeeping.atomic import strict_json
+from akl_dist.bookkeeping.atomic import strict_json, write_text
 from akl_dist.contract.errors import RunError, UserError
-from akl_dist.contract.records import Status
+from akl_dist.contract.records import JudgedArrays, JudgedGroup, RolloutGroup, Status
 from akl_dist.evaluation import SampleRecord
 
 FIELDS = ("status", "extracted", "tokens", "truncated", "answer_span_tokens")
+
+
+def problem_row(group: RolloutGroup, judged: JudgedGroup, texts: JudgedArrays, sandbox: str | None) -> dict[str, Any]:
+    """One problem with all its samples. ``sandbox``: the form of isolation in which programs ran, None where none did."""
+    assert group.prompt.prompt_id == judged.prompt_id, "records of different problems"
+    ran = {} if sandbox is None else {"sandbox": sandbox}
+    samples = zip(judged.verdicts, texts.extracted, texts.texts, group.sampled_lengths, group.finish_reasons, group.truncated,
+                  judged.answer_span_tokens, strict=True)
+    return {"benchmark": group.prompt.source, "problem_id": group.prompt.prompt_id, "samples": [
+        {"status": verdict.status.value, "extracted": extracted, "reason": verdict.reason, "tokens": tokens, "truncated": truncated,
+         "turns_used_up": reason == "turns", "answer_span_tokens": span, "text": text, **ran}
+        for verdict, extracted, text, tokens, reason, truncated, span in samples]}
+
+
+def evaluation_path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def write_evaluation(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The problems of one evaluation during training, one :func:`problem_row` a line, in one atomic step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(strict_json(row) + "\n" for row in rows))
 
 
 class SampleFile:
@@ -50,10 +72,8 @@ class SampleFile:
         """Ids of the problems on file."""
         return {record.problem_id for record in self.records}
 
-    def append(self, benchmark: str, problem_id: str, samples: Sequence[Mapping[str, Any]]) -> None:
-        """One problem with all its samples: the :data:`FIELDS` of each, and whatever else is worth keeping (text, reason). On disk
-        when this returns."""
-        row = {"benchmark": benchmark, "problem_id": problem_id, "samples": [dict(sample) for sample in samples]}
+    def append(self, row: Mapping[str, Any]) -> None:
+        """One :func:`problem_row`; of its samples the :data:`FIELDS` are needed. On disk when this returns."""
         self.records += self._parsed(json.loads(self._append(row)), 0)
 
     def _append(self, row: Mapping[str, Any]) -> str:
@@ -81,7 +101,8 @@ class SampleFile:
             self.sandboxes |= {sample["sandbox"] for sample in row["samples"] if "sandbox" in sample}
             return [
                 SampleRecord(row["benchmark"], row["problem_id"], index, Status(sample["status"]), sample["extracted"],
-                             sample["tokens"], sample["truncated"], sample["answer_span_tokens"], row["benchmark"] in self._votes)
+                             sample["tokens"], sample["truncated"], sample["answer_span_tokens"], row["benchmark"] in self._votes,
+                             sample.get("turns_used_up", False))
                 for index, sample in enumerate(row["samples"])
             ]
         except (KeyError, TypeError, ValueError) as error:

@@ -33,6 +33,9 @@ ECHO_WINDOW_S = 3.0
 LIVENESS_INTERVAL_S = 2.0
 """How often a wait looks whether the processes it depends on are alive."""
 
+DELIVERY_TIMEOUT_S = 60.0
+"""From the moment a result is known to be there until it has been read."""
+
 LOG_AFTER_S, LOG_EVERY_S = 30.0, 60.0
 """A wait says whom it waits for after the first of these times, and again every second one."""
 
@@ -160,20 +163,30 @@ def answered(calls: Mapping[Any, str], *, timeout_s: float, stage: str, doing: s
 
 def _result(ref: Any, name: str, stage: str, doing: str) -> tuple[Any, AklError | None]:
     try:
-        return ray.get(ref, timeout=60.0), None
+        return ray.get(ref, timeout=DELIVERY_TIMEOUT_S), None
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, AklError):
             cause.actor = cause.actor or name
             return None, cause
+        if isinstance(cause, ObjectLostError):  # another actor's, given as an argument
+            return None, died(f"owner of what {name} was given", stage, f"{name} was {doing}", cause)
         return None, RunError(
             name, got=f"{type(cause).__name__} while {doing}: {cause}", expected="a result",
             remedy=f"Traceback of the actor:\n{error}", stage=stage, actor=name,
         )
     except (RayActorError, OutOfMemoryError) as error:
         return None, died(name, stage, doing, error)
-    except (ObjectLostError, GetTimeoutError) as error:
+    except ObjectLostError as error:
         return None, died(name, stage, f"fetching its result of {doing}", error)
+    except GetTimeoutError:
+        return None, DeadlineExceeded(
+            name, got=f"a result of {doing} that is not delivered within {DELIVERY_TIMEOUT_S:g} s", expected="its delivery",
+            remedy="Check the object store and the network between nodes.", stage=stage, actor=name,
+        )
+    except RayError as error:  # a value or an exception that cannot be unpickled here, among others
+        return None, RunError(name, got=f"{type(error).__name__} while {doing}", expected="a result that can be read",
+                              remedy=f"What Ray says:\n{error}", stage=stage, actor=name)
 
 
 def died(name: str, stage: str, doing: str, error: Exception) -> ActorDied:
@@ -233,8 +246,11 @@ def fetch_all(handles: Sequence[Handle], *, timeout_s: float, stage: str, what: 
             what, got=f"not delivered within {timeout_s:g} s", expected="the arrays behind a handle",
             remedy="Check the object store and the network between nodes.", stage=stage,
         ) from error
-    except RayError as error:
+    except (ObjectLostError, RayActorError) as error:
         raise died(f"owner of {what}", stage, f"fetching {what}", error) from error
+    except RayError as error:
+        raise RunError(what, got=f"{type(error).__name__}", expected="the arrays behind a handle", stage=stage,
+                       remedy=f"What Ray says:\n{error}") from error
     return [found[handle.ref][handle.index] if isinstance(handle, Part) else found.get(_ref(handle), handle) for handle in handles]
 
 

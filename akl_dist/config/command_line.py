@@ -65,6 +65,10 @@ def check_command_line(argv: Sequence[str]) -> ParsedCommand:
     folders = _search_folders(parsed, problems)
     checker = _Checker(group_choices(folders), multirun="multirun" in flags, problems=problems)
     overrides = tuple(text for override in parsed if (text := checker.check(override)) is not None)
+    experiments = [override.input_line for override in parsed if override.key_or_group == "exp"]
+    if len(experiments) > 1:
+        problems.append(_problem("exp", got=" ".join(map(str, experiments)), expected="one experiment",
+                                 remedy="Leave one; with -m, +exp=A,B runs one after the other."))
     if problems:
         raise ConfigError(problems)
     if folders:

@@ -9,6 +9,8 @@ from typing import Any
 
 from akl_dist.contract.errors import ModelError
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 EMBEDDED = {"tiny": "model", "tiny_tir": "tool_model"}
 """Values of ``model.path`` that mean a shipped checkpoint -> its folder in ``akl_dist/tiny``."""
 
@@ -118,6 +120,72 @@ def sizes(path: str) -> ModelSizes | None:
             "model.path", got=f"{file}: {type(error).__name__}: {error}", expected="a Hugging Face config.json of a "
             "decoder-only model", remedy="Use a folder written by save_pretrained.", stage="config",
         ) from error
+
+
+def check_weights(key: str, path: str) -> None:
+    """Hold a local folder's safetensors files against their own headers, without reading a weight; hub names are not looked at.
+
+    Args:
+        key: the configuration key that names the model, for the message.
+        path: its value.
+    Raises:
+        ModelError: no weights, a shard of the index that is not there, a file cut short or of another kind, or an embedding
+            with another number of rows than config.json has token ids.
+    """
+    if not looks_local(path):
+        return
+    folder, known = Path(resolve(path)), sizes(path)
+    try:
+        for file in _shards(folder):
+            for name, entry in _complete_header(folder / file).items():
+                rows = entry["shape"][0] if entry.get("shape") and name.endswith("embed_tokens.weight") else None
+                if known is not None and rows not in (None, known.vocabulary):
+                    raise ValueError(f"{file}: {rows:,} rows of {name}, and {known.vocabulary:,} token ids in config.json")
+    except (OSError, ValueError) as error:
+        what = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise ModelError(
+            key, got=f"{folder}: {what}", expected=f"complete weights, as {WEIGHTS} or as the shards of {INDEX}, that fit "
+            "config.json", remedy="Download, copy or convert the model again; other weight formats are not read.", stage="config",
+        ) from error
+
+
+def _shards(folder: Path) -> list[str]:
+    """Names of the safetensors files of a checkpoint.
+
+    Raises:
+        ValueError: an index that names none.
+    """
+    if not (folder / INDEX).is_file():
+        return [WEIGHTS]
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        names = []
+    if not names:
+        raise ValueError(f"{INDEX}: no weight_map of parameters to files")
+    return names
+
+
+def _complete_header(file: Path) -> dict[str, Any]:
+    """Entries of a safetensors file by name: 8 bytes of header length (little endian), the header as JSON, then the tensors.
+
+    Raises:
+        ValueError: the file is not as long as its header says, or has none.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{file.name}: not a safetensors file ({size:,} bytes)")
+        text = stream.read(length)
+    try:
+        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        wanted = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{file.name}: not a safetensors file ({size:,} bytes)") from error
+    if size != wanted:
+        raise ValueError(f"{file.name}: {size:,} bytes of {wanted:,}")
+    return entries
 
 
 def _from_hf(content: dict[str, Any]) -> ModelSizes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from akl_dist.config import models, typed
 from akl_dist.config.choices import CHOICES, CODE_RECIPES, GENERATED_RECIPES, POLICY_LOSS_PARAMS, RANGES, RATIO_SPACE
 from akl_dist.config.own_loss import own_loss_problems
-from akl_dist.config.problems import Problems, Unread
+from akl_dist.config.problems import Problems, Unread, local_data
 from akl_dist.config.problems import problem as _problem
 from akl_dist.config.schema import Config
 from akl_dist.config.validate_data import data_problems, data_unread, data_warnings
@@ -130,9 +130,7 @@ def _names(config: Config) -> Problems:
 
 def _files(config: Config) -> Problems:
     for key in ("data.path", "data.eval_path", "data.anchor_path"):
-        value = typed.value_of(config, key)
-        if value is not None and not Path(value).exists():
-            yield _problem(key, value, "an existing file (JSONL or Parquet) or folder", "Check the path.", DataError)
+        yield from local_data(key, typed.value_of(config, key))
     data = config.data
     if data.recipe in ("generic", "verl") and data.path is None and data.name is None and data.eval_path is None:
         yield _problem("data.path", None, f"a file, or data.name, for data.recipe={data.recipe}",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from akl_dist.config import typed
 from akl_dist.config.choices import CHOICES, CODE_RECIPES, GENERATED_RECIPES
 from akl_dist.config.mixture import OWN_WORDS, OWNED, RECIPE, MixtureSource, read_mixture, shares
-from akl_dist.config.problems import Problems, Unread, problem
+from akl_dist.config.problems import Problems, Unread, local_data, problem
 from akl_dist.config.schema import Config
 from akl_dist.contract.errors import DataError, nearest
 
@@ -118,9 +117,7 @@ def _source(config: Config, source: MixtureSource, key: str) -> Problems:
 
 def _places(source: MixtureSource, key: str) -> Problems:
     for name in ("path", "eval_path"):
-        value = getattr(source, name)
-        if value is not None and not Path(value).exists():
-            yield problem(f"{key}.{name}", value, "an existing file (JSONL or Parquet) or folder", "Check the path.", DataError)
+        yield from local_data(f"{key}.{name}", getattr(source, name))
     if source.path is not None and source.name is not None:
         yield problem(f"{key}.name", source.name, "null beside path", "Leave one of the two out.", DataError)
     elif source.recipe in GENERATED_RECIPES and source.name is not None:

@@ -20,6 +20,7 @@ from akl_dist.contract.errors import DeadlineExceeded
 from akl_dist.sandbox.inside import codec
 
 CHUNK = 1 << 16
+BURST = 4 << 20  # bytes taken at a time: a child that writes without end would keep its reader from looking at any clock
 MAX_MESSAGE = 64 << 20
 LOG_LIMIT = 16 << 20  # bytes of stderr kept for the cause of a death
 REAP_S = 30.0
@@ -62,6 +63,11 @@ class MessageProcess:
         return self._process.pid
 
     @property
+    def in_part(self) -> bool:
+        """Whether a message has begun to come and is not complete."""
+        return bool(self._incoming)
+
+    @property
     def running(self) -> bool:
         return self._process.poll() is None
 
@@ -82,10 +88,11 @@ class MessageProcess:
         return True
 
     def receive(self) -> bool:
-        """Read what is there; False at the end of the stream."""
+        """Read what is there, up to ``BURST`` (a poll finds the rest); False at the end of the stream."""
         if os.fstat(self._log.fileno()).st_size > LOG_LIMIT:
             os.ftruncate(self._log.fileno(), 0)
-        while True:
+        until = self.received + BURST
+        while self.received < until:
             try:
                 data = os.read(self.reads_from, CHUNK)
             except BlockingIOError:
@@ -94,6 +101,7 @@ class MessageProcess:
                 return False
             self._incoming += data
             self.received += len(data)
+        return True
 
     def messages(self) -> list[Any]:
         """Take the complete messages that have come, oldest first.

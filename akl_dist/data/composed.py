@@ -6,9 +6,10 @@ An adapter returns a :class:`Composed`, or in words what the row lacks.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,18 +92,36 @@ def verl(row: Mapping[str, Any]) -> Composed | str:
             return f"a message in 'prompt' that is no role ({', '.join(ROLES)}) with a text"
     if messages[-1]["role"] != "user":
         return "a prompt that does not end with a user's message"
+    if not messages[-1]["content"].strip():
+        return "no text in the user's message that ends 'prompt'"
     try:
         gold = _ground_truth(model.get("ground_truth") if isinstance(model, Mapping) else None)
-        extra = row.get("extra_info")
-        extra = "" if extra is None else json.dumps(jsonable(extra), ensure_ascii=True, sort_keys=True)
+        extra = jsonable(row.get("extra_info"))
     except ValueError as error:
         return str(error)
+    except RecursionError:
+        return "'reward_model.ground_truth' or 'extra_info' nested too deeply"
     if not gold:
         return "no text in 'reward_model.ground_truth'"
     if source is not None and (not isinstance(source, str) or not source.strip()):
         return "no text in column 'data_source'"
     pairs = tuple((message["role"], message["content"]) for message in messages)
-    return Composed(pairs[-1][1], gold, pairs, source, extra)
+    extra = extra if isinstance(extra, dict | None) else {"extra_info": extra}
+    return Composed(pairs[-1][1], gold, pairs, source, "" if extra is None else _json(extra))
+
+
+def other_columns(row: Mapping[str, Any], used: Collection[str | None]) -> str:
+    """JSON text of the columns that are not ``used``, for a reward or an environment of one's own; "" without any. A value that
+    JSON cannot hold (bytes, dates, nan) is left out."""
+    kept: dict[str, Any] = {}
+    for name in row.keys() - set(used):
+        with contextlib.suppress(ValueError, RecursionError):
+            kept[name] = jsonable(row[name])
+    return _json(kept) if kept else ""
+
+
+def _json(values: Any) -> str:
+    return json.dumps(values, ensure_ascii=True, sort_keys=True)
 
 
 def _ground_truth(value: Any) -> str | None:
@@ -114,7 +133,7 @@ def _ground_truth(value: Any) -> str | None:
     plain = jsonable(value, "'reward_model.ground_truth'")
     if isinstance(plain, int | float):
         return str(plain)
-    return json.dumps(plain, ensure_ascii=True, sort_keys=True) if plain else None
+    return _json(plain) if plain else None
 
 
 def jsonable(value: Any, where: str = "'extra_info'") -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from akl_dist.config.schema import ColumnsConfig
 from akl_dist.contract.errors import DataError, nearest
-from akl_dist.data.composed import Composed, Numeral
+from akl_dist.data.composed import Composed, Numeral, other_columns
 from akl_dist.data.recipes import GoldColumn, Recipe
 from akl_dist.data.report import LISTED
 
@@ -172,10 +172,11 @@ def to_problems(
     found = {column: None for row in rows for column in row.values}
     id_column = columns.id and _present("data.columns.id", columns.id, (), found, subject)
     id_column = id_column or next((c for c in recipe.id_columns if c in found), None)
-    schema = _schema(recipe, columns, found, subject)
+    schema = _schema(recipe, columns, found, subject, id_column)
     problems: list[Problem] = []
     excluded: list[str] = []
     bad: list[str] = []
+    judged = False  # whether a gold that could be left out is among them
     for row in rows:
         row_id = _text(row.values.get(id_column)) if id_column else row.row_id
         name = f"{row.where}" + (f" (id {_printable(row_id)})" if row_id and id_column else "")
@@ -194,6 +195,7 @@ def to_problems(
         elif known := recipe.known_unusable.get(hashlib.sha256(composed.text.encode("utf-8", "replace")).hexdigest()):
             excluded.append(f"{row.where}: {known}")
         elif composed.gold:
+            judged = not drop_invalid
             listed = excluded if drop_invalid else bad
             listed.append(f"{name}: gold {_shortened(composed.gold)} cannot be judged ({reason})")
         else:
@@ -201,7 +203,8 @@ def to_problems(
     if bad:
         listed = "; ".join(bad[:LISTED]) + (f"; and {len(bad) - LISTED} more" if len(bad) > LISTED else "")
         raise _error(f"{subject}: {len(bad)} of {len(rows)} rows", listed, f"{schema.expected}, in every row",
-                     "Correct or remove these rows, or name other columns with data.columns.")
+                     "Correct or remove these rows, or name other columns with data.columns."
+                     + (" Or write data.invalid_gold=drop: golds that cannot be judged are left out and listed." if judged else ""))
     _check_unique(problems, subject)
     return problems, excluded
 
@@ -217,7 +220,9 @@ class _Schema:
     expected: str
 
 
-def _schema(recipe: Recipe, columns: ColumnsConfig, found: Mapping[str, None], subject: str) -> _Schema:
+def _schema(
+    recipe: Recipe, columns: ColumnsConfig, found: Mapping[str, None], subject: str, id_column: str | None
+) -> _Schema:
     if recipe.compose is not None:
         if columns.prompt or columns.answer:
             raise _error("data.columns", "prompt or answer", f"the columns of recipe {recipe.name}, which reads several at once",
@@ -232,7 +237,8 @@ def _schema(recipe: Recipe, columns: ColumnsConfig, found: Mapping[str, None], s
             return f"column {prompt!r} has no text"
         if recipe.prompt_adapter is not None:
             text = recipe.prompt_adapter(text)
-        return Composed(text, (gold.adapter(raw_gold) if raw_gold is not None else None) or "")
+        extra = other_columns(values, {prompt, gold.column, id_column}) if recipe.brings_extra else ""
+        return Composed(text, (gold.adapter(raw_gold) if raw_gold is not None else None) or "", extra=extra)
 
     return _Schema(compose, prompt, gold.column, f"text in {prompt!r} and {gold.expected} in {gold.column!r}")
 

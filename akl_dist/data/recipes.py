@@ -55,6 +55,7 @@ class Recipe:
     ``compose`` takes the place of prompt and gold columns where they are more than one column.
     ``splits`` maps a split asked for to the hub's name of it; ``split_of`` tells a row's split where a file holds several.
     ``benchmark``: only evaluated, neither trained nor anchored on. ``evaluates`` False: only trained on.
+    ``brings_extra``: columns that are neither problem, gold nor id go to rewards and environments of one's own.
     ``generated`` names a task of ``akl_dist.tiny`` whose rows are made up on the spot: neither a hub data set nor a file is
     needed. ``trains`` False: a retained task, evaluated and (with CoKL) anchored on, never trained on.
     """
@@ -71,6 +72,7 @@ class Recipe:
     trains: bool = True
     benchmark: bool = False
     evaluates: bool = True
+    brings_extra: bool = False
     other_prompt_columns: tuple[str, ...] = ()
     prompt_adapter: Callable[[str], str] | None = None
     compose: RowAdapter | None = None
@@ -232,6 +234,7 @@ GENERIC = Recipe(
     gold_columns=(GoldColumn("answer", plain_gold, "the answer as text"),),
     id_columns=("id",),
     instruction=NO_INSTRUCTION,
+    brings_extra=True,
 )
 
 TINY = Recipe(

@@ -8,12 +8,15 @@ goes to stderr, and their stdin is empty, so that both streams carry messages on
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import json
 import math
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from akl_dist.contract.errors import AklError, UserError
@@ -50,6 +53,16 @@ def load(environment: str) -> type[Environment]:
         raise _refusal(environment, f"a class without {', '.join(missing)}", f"the methods {', '.join(METHODS)}",
                        "See docs/tools.md for the protocol.")
     return found
+
+
+def check_params(environment: str, kind: type[Environment], params: Mapping[str, Any]) -> None:
+    """Hold the class's signature against ``rollout.tools.params`` without making one. Raises UserError where they do not fit."""
+    with contextlib.suppress(ValueError):  # a class without a signature is left to :func:`make`
+        try:
+            inspect.signature(kind).bind(**params)
+        except TypeError as error:
+            expected = f"a class that takes {dict(params)}"
+            raise _refusal(environment, f"{error}", expected, "Correct rollout.tools.params.") from error
 
 
 def make(environment: str, kind: type[Environment], params: dict[str, Any]) -> Environment:

@@ -225,16 +225,17 @@ class EnvironmentPool:
             self._attend(worker)
 
     def _attend(self, worker: _Worker) -> None:
-        before = worker.process.received
+        before, in_part = worker.process.received, worker.process.in_part
         alive = self._flush(worker) & worker.process.receive()
-        if worker.process.received > before:  # a part of a reply, too: what is left of it must come within the limit
-            worker.began = time.monotonic()
+        begun = worker.process.received > before and not in_part
         try:
             messages = worker.process.messages()
         except ValueError:
             self._counters["crashes"] += 1
             self._lose(worker, "wrote what is no reply")
             return
+        if begun or messages:  # what is left of a reply that has begun must come within one limit, however it trickles
+            worker.began = time.monotonic()
         for message in messages:
             if worker.ready and not worker.inflight:
                 self._counters["crashes"] += 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from akl_dist.config.schema import Config
+from akl_dist.rollout.environment_main import check_params, load
 from akl_dist.rollout.environment_pool import EnvironmentPool
 from akl_dist.rollout.sampler import Tools
 
@@ -59,6 +60,17 @@ def tool_settings(config: Config) -> ToolSettings | None:
         max_turn_tokens=tools.max_turn_tokens, max_observation_tokens=tools.max_observation_tokens, role=tools.role,
         void_turns=tools.void_turns, num_workers=tools.num_workers, timeout_s=tools.timeout_s,
         template_kwargs=config.data.template_kwargs)
+
+
+def check_environment(config: Config) -> None:
+    """Import the class that the configuration names and hold it against the protocol and its parameters: before anything starts.
+
+    Raises:
+        UserError: one that is not there or does not fit.
+    """
+    settings = tool_settings(config)
+    if settings is not None and config.rollout.replay is None:
+        check_params(settings.environment, load(settings.environment), settings.params)
 
 
 def open_tools(settings: ToolSettings, tokenizer_path: str) -> OpenTools:

@@ -23,7 +23,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Usage:
     """What a program and everything below it has had so far, in seconds.
 
-    ``waited_s`` is what its threads waited for a processor, all together; ``cpu_s`` what they computed. Zeros before it begins.
+    ``waited_s`` is what the thread waited for a processor that waited longest (what all waited together would be a program's to
+    make: many that sleep and wake at once); ``cpu_s`` what they computed, all together. Zeros before it begins.
     """
 
     lifetime_s: float = 0.0
@@ -102,7 +103,7 @@ def usage(proc: str, supervisor: str = "self") -> Usage:
                 ready |= _stat(proc, f"{pid}/task/{task}")[0] == "R"
                 delay = waited_s(f"{proc}/{pid}/task/{task}")
                 told |= delay is not None
-                waited += delay or 0.0
+                waited = max(waited, delay or 0.0)
             tree += [child for child in _children(proc, pid) if child not in tree]
     if not told and ready:  # a kernel that does not say: then what is ready now has waited whenever it did not compute
         waited = max(0.0, lifetime - cpu)

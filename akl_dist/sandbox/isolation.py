@@ -75,7 +75,8 @@ def private_mounts(limits: Limits, user: int) -> None:
     data = f"size={limits.folder_bytes},nr_inodes=4096,mode=0700,uid={user},gid={user}"
     linux.mount("tmpfs", BOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, data)
     with contextlib.suppress(OSError):  # older kernels, and user namespaces whose own /proc is partly covered: then there is none
-        flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+        # read-only: a program could give itself less of a busy processor there (autogroup) and have its waits put down to the load
+        flags = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
         linux.mount("proc", "/proc", "proc", flags, "subset=pid,hidepid=invisible")
     linux.unmount(MACHINE_PROC)
 

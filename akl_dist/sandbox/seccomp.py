@@ -1,7 +1,8 @@
 """A system-call filter for the program: what a Python program has no use for and an attack has.
 
 It closes what namespaces leave open: nested user namespaces (they give capabilities over a fresh tmpfs that no limit bounds),
-kernel key rings (they outlive the program), tracing, and large kernel surfaces. A program keeps its priority and its processors,
+kernel key rings (they outlive the program), tracing, sockets that no network namespace holds (AF_VSOCK reaches the host of a
+virtual machine), and large kernel surfaces. A program keeps its priority and its processors,
 too: what it waits for a processor does not count towards its limit (:mod:`akl_dist.sandbox.clock`), so it may not ask to wait.
 Linux, x86-64 and AArch64.
 """
@@ -31,6 +32,8 @@ _DENIED = {  # name: (x86-64, AArch64)
     "sched_setattr": (314, 274),
 }
 _CLONE = (56, 220)
+_SOCKET = (41, 198)
+_FAMILIES = (1, 2, 10, 16)  # UNIX, INET, INET6, NETLINK: what the network namespace holds
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag that clone takes
 _X32 = 0x40000000
@@ -59,7 +62,10 @@ def program() -> bytes:
         steps += [_step(_EQUAL, numbers[column], 0, 1), _step(_RETURN, _REFUSE | refusal)]
     steps += [
         _step(_EQUAL, _CLONE[column], 0, 3), _step(_LOAD, 16),
-        _step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _step(_RETURN, _REFUSE | errno.EPERM),
+        _step(_ANY_BIT, _NEW_NAMESPACES, 0, 4 + len(_FAMILIES)), _step(_RETURN, _REFUSE | errno.EPERM),
+        _step(_EQUAL, _SOCKET[column], 0, 2 + len(_FAMILIES)), _step(_LOAD, 16),
+        *(_step(_EQUAL, family, len(_FAMILIES) - place, 0) for place, family in enumerate(_FAMILIES)),
+        _step(_RETURN, _REFUSE | errno.EAFNOSUPPORT),
         _step(_RETURN, _ALLOW),
     ]
     return b"".join(steps)

@@ -25,7 +25,7 @@ from akl_dist.verify.code_extract import MAX_SOURCE, Source, extract_program
 from akl_dist.verify.code_output import same_output
 from akl_dist.verify.code_task import TEST_EXTRA_S, CodeSettings, CodeTask, make_plan, text_of
 from akl_dist.verify.code_tests import VALUE, BadTests, Plan, TestRun, constructs, function_cases
-from akl_dist.verify.code_values import TooMuch, evaluate, same_value
+from akl_dist.verify.code_values import TooMuch, evaluate, literal, same_value
 from akl_dist.verify.grader import Item
 
 CODE_JUDGE = "akl_dist.verify.code:judge"
@@ -126,7 +126,8 @@ class CodeJudge:
                 raise _Wrong("time_limit")
             if time.monotonic() > patience:
                 raise _Overrun(BUSY)
-            limits = replace(limits, wall_s=min(limits.wall_s, remaining))
+            wanted = 2 * len(case["output"].encode("utf-8", "surrogatepass"))  # a right program may write what is expected of it
+            limits = replace(limits, wall_s=min(limits.wall_s, remaining), output_bytes=max(limits.output_bytes, wanted))
             given = case["input"].encode("utf-8", "surrogatepass")
             finished = self._programs.run_script(source.code, stdin=given, limits=limits)
             remaining -= finished.ended.used_s
@@ -240,7 +241,7 @@ def _value(reply: dict[str, Any] | None) -> Any:
 def _run_cases(session: Session, task: CodeTask) -> None:
     entry = task.tests["entry_point"]
     for number, (arguments, keywords, expected) in enumerate(function_cases(task.tests)):
-        written = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in keywords.items())]
+        written = [*map(literal, arguments), *(f"{name}={literal(value)}" for name, value in keywords.items())]
         value = _value(session.ask({"kind": "evaluate", "expression": f"{entry}({', '.join(written)})", "may_hold": False}))
         _hold(lambda value=value, expected=expected: same_value(value, expected), f"case {number}")
 
@@ -260,7 +261,7 @@ def _pass_on(program: Session, message: dict[str, Any], run: TestRun) -> dict[st
         call = run.calls[message["number"]]
         reply = program.ask({"kind": "evaluate", "expression": call, "may_hold": constructs(call)})
     else:
-        wanted = {name: message[name] for name in ("object", "name", "arguments", "keywords", "may_hold")}
+        wanted = {name: message[name] for name in ("object", "name", "arguments", "keywords", "objects", "may_hold")}
         reply = program.ask({"kind": "apply", **wanted})
     if reply is None or "malformed" in reply:
         raise _Ended
@@ -269,7 +270,9 @@ def _pass_on(program: Session, message: dict[str, Any], run: TestRun) -> dict[st
     if isinstance(reply.get("object"), int):
         return {"object": reply["object"]}
     if isinstance(reply.get("raised"), str):
-        return {"raised": reply["raised"][:60], "message": str(reply.get("message", ""))[:200]}
+        kinds = reply.get("kinds")
+        kinds = [str(kind)[:60] for kind in kinds[:20]] if isinstance(kinds, list) else []
+        return {"raised": reply["raised"][:60], "kinds": kinds, "message": str(reply.get("message", ""))[:200]}
     if "value" not in reply:
         return {"unsupported": str(reply.get("unsupported", ""))[:200]}
     return {"value": codec.encode(_value(reply))}

@@ -25,6 +25,7 @@ MAX_SOURCE = 100_000  # characters; no program for these tasks is longer
 
 _READS_INPUT = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\s*\(\s*0\b")
 _STARTS_CODE = re.compile(r"^(?:def|class|async def|import|from|@)\b", re.MULTILINE)
+_CLOSES_LATE = re.compile(r"(?<=\S)(?:```|~~~)[ \t\r]*$", re.MULTILINE)  # a block that is closed behind its last line of code
 _BUILTINS = frozenset(dir(builtins))
 
 
@@ -121,13 +122,14 @@ def _python_blocks(text: str, section: Span) -> list[Block]:
 
 
 def _readable(code: str) -> tuple[str, ast.Module | None]:
-    """The code, without a common indent where only that makes it Python."""
-    tree = parse(code)
-    if tree is None:
-        dedented = textwrap.dedent(code)
-        tree = parse(dedented) if dedented != code else None
-        return (dedented, tree) if tree is not None else (code, None)
-    return code, tree
+    """The code, without a common indent or what follows a fence at the end of a line, where only that makes it Python."""
+    late = _CLOSES_LATE.search(code)
+    for text in (code, code[: late.start()] if late else code):
+        for readable in dict.fromkeys((text, textwrap.dedent(text))):
+            tree = parse(readable)
+            if tree is not None:
+                return readable, tree
+    return code, None
 
 
 def _function(text: str, section: Span, entry_point: str, prompt: str) -> Source | None:

@@ -1,7 +1,8 @@
 """Whether a program's standard output is the expected one. Pure.
 
 Line by line, trailing blanks and trailing empty lines aside; within a line token by token. Two tokens are equal as text, or, where
-at least one is written as a decimal, as numbers: 6.0 equals 6. The tolerance is the mathematics verifier's (relative, 1e-8).
+at least one is written as a decimal, as numbers: 6.0 equals 6. The tolerance is the mathematics verifier's (relative, 1e-8); where
+one is an integer it is at most 1e-6, so that no large integer equals its neighbour written as a decimal.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import decimal
 import re
 
 RELATIVE_TOLERANCE = decimal.Decimal("1e-8")
+INTEGER_TOLERANCE = decimal.Decimal("1e-6")
 _NUMBER = re.compile(r"[+-]?(?:\d+(\.\d*)?|(\.\d+))([eE][+-]?\d{1,3})?")
 _MAX_DIGITS = 400
 
@@ -42,9 +44,11 @@ def _same_token(actual: str, expected: str) -> bool:
     numbers = [_NUMBER.fullmatch(token) for token in (actual, expected)]
     if not all(numbers) or max(len(actual), len(expected)) > _MAX_DIGITS:
         return False
-    if not any(match and (match[1] or match[2] or match[3]) for match in numbers):
+    decimals = [bool(match and (match[1] or match[2] or match[3])) for match in numbers]
+    if not any(decimals):
         return False  # two integers, written differently: 007 is not 7
     with decimal.localcontext() as context:
         context.prec = 2 * _MAX_DIGITS
         one, other = decimal.Decimal(actual), decimal.Decimal(expected)
-        return abs(one - other) <= RELATIVE_TOLERANCE * max(abs(one), abs(other))
+        tolerance = RELATIVE_TOLERANCE * max(abs(one), abs(other))
+        return abs(one - other) <= (tolerance if all(decimals) else min(tolerance, INTEGER_TOLERANCE))

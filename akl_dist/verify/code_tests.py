@@ -17,6 +17,15 @@ from akl_dist.verify.code_values import supported
 
 _BUILTINS = frozenset(dir(builtins))
 VALUE = "__akl_{}__"  # name of the n-th value in a comparison
+_CUSTOMARY = {
+    **{name: f"import {name}" for name in (
+        "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
+        "math", "numpy", "operator", "re", "statistics", "string", "sys")},
+    **{name: f"from collections import {name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")},
+    "np": "import numpy as np", "isclose": "from math import isclose", "Decimal": "from decimal import Decimal",
+    "Fraction": "from fractions import Fraction", "reduce": "from functools import reduce", "deepcopy": "from copy import deepcopy",
+}
+"""What tests use without importing it, as MBPP's do: theirs, or a program could define its own ``math.isclose`` and be asked."""
 
 
 class BadTests(ValueError):
@@ -78,16 +87,21 @@ def plan_asserts(asserts: Sequence[str], *, setup: str, entry_point: str, prompt
     if not statements:
         raise BadTests("no tests")
     given = [*_helpers(prompt, entry_point), *((node, setup) for node in _parsed(setup, "setup").body)]
-    trusted, foreign_setup = _split_setup(given, entry_point)
-    known = {name for node, _ in trusted for name in statement_names(node)}
     nodes = [node for node, _ in statements]
     bound = bound_names(nodes)
+    given = _customary(nodes, entry_point, {*bound, *(name for node, _ in given for name in statement_names(node))}) + given
+    trusted, foreign_setup = _split_setup(given, entry_point)
+    known = {name for node, _ in trusted for name in statement_names(node)}
     entries = {entry_point} if entry_point else _entries(nodes, known | bound)
+    if entry_point:
+        _refuse_foreign_judges(nodes, entry_point, known | bound)
     finder = _Finder(known, entries, bound)
     checks: list[Check] = []
+    tree = parse(program)
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)} if tree is not None else set()
     for node in nodes:
         check = finder.check(node) if isinstance(node, ast.Assert) else None
-        if check is None:
+        if check is None or any(constructs(call) and call.split("(")[0] in classes for call in check.calls):  # no value comes back
             break
         checks.append(check)
     foreign = [segment(text, node) for node, text in foreign_setup]
@@ -117,7 +131,8 @@ def plan_check(test: str, *, entry_point: str, prompt: str, setup: str, program:
     if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         raise BadTests("test code without a function check")
     given = [*_helpers(prompt, entry_point), *((node, setup) for node in _parsed(setup, "setup").body)]
-    helpers, _ = _split_setup(given, entry_point)
+    have = {name for node in [*tree.body, *(node for node, _ in given)] for name in statement_names(node)}
+    helpers, _ = _split_setup(_customary(tree.body, entry_point, have) + given, entry_point)
     before, _ = _needed(helpers, [], program)
     definitions = "\n".join([*(segment(text, node) for node, text in helpers), test])
     return Plan(before, "", test_run=TestRun(definitions, f"check({entry_point})", (entry_point,), ()))
@@ -157,6 +172,30 @@ def _split_setup(statements: list[Located], entry_point: str) -> tuple[list[Loca
         else:
             foreign.append((node, text))
     return trusted, foreign
+
+
+def _customary(nodes: list[ast.stmt], entry_point: str, have: set[str]) -> list[Located]:
+    """Imports of the customary names that tests lack; none where these may be what they test: nothing else is undefined."""
+    lacks = set().union(*map(free_names, nodes)) - have - {entry_point}
+    lines = [_CUSTOMARY[name] for name in sorted(lacks & _CUSTOMARY.keys())] if entry_point or lacks - _CUSTOMARY.keys() else []
+    return [(ast.parse(line).body[0], line) for line in lines]
+
+
+def _refuse_foreign_judges(nodes: list[ast.stmt], entry_point: str, have: set[str]) -> None:
+    """Refuse ``assert close(f(1), 2)`` where nobody defines ``close``: the program's own would judge, and learn what is expected.
+
+    Raises:
+        BadTests: there is such an assert.
+    """
+    for node in nodes:
+        test = node.test if isinstance(node, ast.Assert) else None
+        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test = test.operand
+        if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Name)):
+            continue
+        judge, given = test.func.id, ast.Tuple([*test.args, *(keyword.value for keyword in test.keywords)], ast.Load())
+        if judge not in have | _BUILTINS | {entry_point} and entry_point in free_names(given):
+            raise BadTests(f"the tests leave the judgement to {judge}(), which they do not define")
 
 
 def _needed(trusted: list[Located], wanted: Iterable[ast.AST], program: str) -> tuple[str, str]:

@@ -129,6 +129,10 @@ def _call(function: Callable[..., Any], arguments: list[Any], keywords: dict[str
             raise TooMuch(f"a range of more than {MAX_ITEMS}")
     if function is type and len(arguments) != 1:
         raise TypeError("type() takes one argument here")
+    if function is dict and arguments and not isinstance(arguments[0], dict):
+        arguments = [list(arguments[0]), *arguments[1:]]
+        if any(isinstance(one, range) for one in arguments[0]):
+            raise TooMuch("dict() of ranges")  # it makes a list of each
     if function is sum and not (len(arguments) == 1 and not keywords and _plain_numbers(arguments[0])):
         raise TooMuch("sum() of anything but plain numbers")
     if function is round and any(not (isinstance(digits, int) and abs(digits) <= MAX_EXPONENT) for digits in arguments[1:]):
@@ -173,11 +177,27 @@ def _binary(operation: type, left: Any, right: Any) -> Any:
     return _BINARY[operation](left, right)
 
 
+def literal(value: Any) -> str:
+    """A value that was written as JSON, as Python source: ``repr`` has no literal for NaN, infinities and very long integers."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(key)}: {literal(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "(1e999 - 1e999)" if math.isnan(value) else "1e999" if value > 0 else "-1e999"
+    return hex(value) if type(value) is int and value.bit_length() > MAX_NUMBER_BITS else repr(value)
+
+
 def same_value(value: Any, expected: Any) -> bool:
-    """Equality with a value that was written as JSON: a tuple is a list there; floats within a relative 1e-8."""
+    """Equality with a value that was written as JSON: a tuple is a list there, NaN is itself; floats within a relative 1e-8, and
+    where an integer is expected within 1e-6 as well (1000000008.0 is not 1000000007)."""
     if isinstance(expected, float) or (isinstance(value, float) and isinstance(expected, int)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and (value == expected or math.isclose(value, expected, rel_tol=1e-8))
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        if math.isnan(expected):
+            return isinstance(value, float) and math.isnan(value)
+        exact = isinstance(expected, int)
+        return value == expected or (math.isclose(value, expected, rel_tol=1e-8) and not (exact and abs(value - expected) > 1e-6))
     if isinstance(expected, list):
         if not isinstance(value, list | tuple) or len(value) != len(expected):
             return False

@@ -6,22 +6,23 @@ equations and assignments, ratios, tuples and intervals, matrices, then single v
 Conventions: a tolerance is relative and applies only when a decimal literal is present (equal up to 1e-8, different from 1e-4,
 "near" and hence wrong between); a percent sign or unit may be missing on one side, a contradicting one is wrong (not so a word
 of scale, as million: it is part of the value); bare comma lists and sets are unordered, parenthesised tuples ordered; a name
-before "=" may be missing on one side.
+before "=" may be missing on one side; a chain of numbers counts when all of it agrees ("2^3 = 8"), of an exact and a rounded value
+the exact one.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Sequence
 
 from akl_dist.verify import symbolic
 from akl_dist.verify.inequalities import RELATION, inequality, joined
-from akl_dist.verify.normalize import closing, identity_key, is_words
+from akl_dist.verify.normalize import closing, closing_set, identity_key, is_words, split_top, three_digit_items
 from akl_dist.verify.quantity import Quantity, TooLarge, parse_quantity
 from akl_dist.verify.units import split_unit
 
 MAX_ITEMS = 50
+ROUNDED_GAP = 0.05  # relative, of a rounded value that follows the exact one
 MAX_NESTING = 12  # of lists in tuples in lists ...
 
 
@@ -35,13 +36,15 @@ class Outcome(enum.Enum):
 
 
 _NAME = re.compile(
-    r"(?P<name>(?:[A-Za-z]|\\(?!frac|sqrt|text|pm|sin|cos|tan|log|ln)[a-z]+)(?:_(?:\{[^{}]*\}|\w))?'*(?:\([A-Za-z](?:,\s*[A-Za-z])*\))?"
+    r"(?P<name>(?:[A-Za-z]|\\vec\{[A-Za-z]+\}|\\(?!frac|sqrt|text|pm|neg|sin|cos|tan|log|ln)[a-z]+)(?:_(?:\{[^{}]*\}|\w))?'*"
+    r"(?:\^\{?-1\}?(?=\())?(?:\([A-Za-z](?:,\s*[A-Za-z])*\))?"
     r"|\((?:[A-Za-z](?:_\{?\w\}?)?,\s*)+[A-Za-z](?:_\{?\w\}?)?\)"  # (x, y) = ...
-    r"|\\text\{[^{}]*\}|[A-Za-z]{2,}(?: [A-Za-z]+)*)\s*(?P<op>=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z]))\s*"
+    r"|(?!(?:\\text\{)?[^={}]*\b(?:not|or|never)\b)(?:\\text\{[^{}]*\}|[A-Za-z]{2,}(?: [A-Za-z]+)*))\s*"
+    r"(?P<op>=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z]))\s*"
 )
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _OTHER_NAMING = re.compile(r"\\in|\\approx|\\equiv")
-_BASE = re.compile(r"(?P<digits>[0-9A-Fa-f]+)_\{?(?P<base>\d{1,2})\}?")
+_BASE = re.compile(r"(?P<sign>-?)(?P<round>\()?(?P<digits>[0-9A-Fa-f]+)(?(round)\))_\{?(?P<base>\d{1,2})\}?")
 _MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _DETERMINANTS = ("vmatrix", "Vmatrix")
 _ANGLE_FUNCTION = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
@@ -55,6 +58,9 @@ def compare(a: str, b: str, depth: int = 0) -> Outcome:
         return Outcome.UNPARSED
     if "\\ldots" in a or "\\ldots" in b:
         return Outcome.DIFFERENT
+    reduced = _values_of(a, b, depth)
+    if reduced != (a, b):
+        return compare(*reduced, depth + 1)
     whole = (a, b)
     name_a, name_b, a, b = _without_names(a, b)
     if name_a and name_b and name_a != name_b:
@@ -69,51 +75,12 @@ def compare(a: str, b: str, depth: int = 0) -> Outcome:
     return _as_values(a, b)
 
 
-# --- splitting ---------------------------------------------------------------------------------------------------
-
-
-def split_top(text: str, separators: Sequence[str]) -> list[str]:
-    """Parts between separators outside all brackets. A comma inside a grouped number (1,000) does not separate."""
-    parts, start, index = [], 0, 0
-    while index < len(text):
-        if text[index] in "([{" or text.startswith("\\{", index):
-            close = closing(text, index) if text[index] != "\\" else _closing_set(text, index)
-            index = close + 1 if close is not None else index + 1
-            continue
-        if text.startswith("\\begin{", index):
-            end = text.find("\\end{", index)
-            index = end if end > 0 else index + 1
-            continue
-        found = next((s for s in separators if text.startswith(s, index)), None)
-        if found and not (found == "," and _groups_digits(text, index)):
-            parts.append(text[start:index])
-            start = index = index + len(found)
-            continue
-        index += 1
-    parts.append(text[start:])
-    return [part.strip() for part in parts]
-
-
-def _groups_digits(text: str, comma: int) -> bool:
-    """Whether this comma belongs to a number of the full form d{1,3}(,ddd)+, with no digit or comma run around it."""
-    grouped = re.finditer(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", text)
-    return any(match.start() < comma < match.end() for match in grouped)
-
-
-def _closing_set(text: str, start: int) -> int | None:
-    depth = 0
-    for match in re.compile(r"\\[{}]").finditer(text, start):
-        depth += 1 if match.group() == "\\{" else -1
-        if depth == 0:
-            return match.end() - 1
-    return None
-
-
 def _items(text: str) -> list[str] | None:
     """Elements of a set, a list or a plus-minus pair; None for a single value."""
-    explicit = text.startswith("\\{") and _closing_set(text, 0) == len(text) - 1
+    explicit = text.startswith("\\{") and closing_set(text, 0) == len(text) - 1
     body = text[2:-2] if explicit else text
     parts = [part for part in split_top(body, (",", ";")) if part]
+    parts = three_digit_items(parts[0]) if explicit and len(parts) == 1 else parts
     if _PLUS_MINUS.search(body):
         parts = [
             sided
@@ -140,6 +107,66 @@ def _without_names(a: str, b: str) -> tuple[str, str, str, str]:
     return name_a, name_b, rest_a, rest_b
 
 
+# --- chains of equal values ---------------------------------------------------------------------------------------
+
+
+_WRITTEN_NUMBER = re.compile(
+    r"\\text\{[^{}]*\}|\\(?:frac|sqrt|cdot|pi|binom|log|ln|sin|cos|tan|infty)(?![A-Za-z])|(?<=\d) ?[A-Za-z]+$"
+)
+_LABEL = re.compile(  # what a question may ask for, other than a name: 10m+n, f(2), P(A|B), |AB|, [ABC], m\angle A, \sin\theta
+    r"\d*\s*[a-wA-W](?:\s*[+-]\s*\d*\s*[a-wA-W])+|(?P<function>[A-Za-z])(?:\^\{?-1\}?)?'*\((?P<argument>[^=]+)\)"
+    r"|\|[A-Z]{2}\||\[[A-Z]{3,}\]|\\overline\{[A-Z]+\}|m?\s*\\angle\s*[A-Z]+|\\text\{[^{}]*\}\s*[A-Z]+"
+    r"|\\(?:sin|cos|tan|cot|sec|csc)\s*(?:[A-W]|\\theta|\\alpha|\\beta|\\angle\s*[A-Z]+)"
+)
+
+
+def _values_of(a: str, b: str, depth: int) -> tuple[str, str]:
+    """Both sides, a chain of equal numbers as its value: "2^3 = 8" is 8, "x = 3+5 = 8" is x = 8, "\\frac23 \\approx 0.67" is 2/3.
+
+    Before a number also a label is left out that the question asked for, where the other side is a number alone.
+    """
+    left, right = _value_of_chain(a, depth), _value_of_chain(b, depth)
+    return _without_label(left, right), _without_label(right, left)
+
+
+def _value_of_chain(text: str, depth: int) -> str:
+    """A chain that does not agree with itself stays as it is, and equals nothing but its own text."""
+    if "=" not in text and "\\approx" not in text:
+        return text
+    members = [split_top(member, ("\\approx",)) for member in split_top(text, ("=",))]
+    named = members[0] if len(members[0]) == 1 and not _is_number(members[0][0]) else []
+    numbers = members[1:] if named else members
+    if sum(map(len, numbers)) < 2 or not all(_is_number(number) for member in numbers for number in member):
+        return text
+    exact = [member[0] for member in numbers]
+    agree = all(compare(exact[-1], number, depth + 1) is Outcome.EQUAL for number in exact[:-1])
+    if not agree or not all(_is_near(member[0], other) for member in numbers for other in member[1:]):
+        return text
+    return f"{named[0]}={exact[-1]}" if named else exact[-1]
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.search(r"\d|\\pi|\\infty", text)) and not re.search(r"[A-Za-z=<>,;:]", _WRITTEN_NUMBER.sub("", text))
+
+
+def _is_near(exact: str, rounded: str) -> bool:
+    try:
+        gap = symbolic.gap(split_unit(exact)[0], split_unit(rounded)[0])
+    except symbolic.NotSymbolic:
+        return False
+    return gap is not None and gap < ROUNDED_GAP
+
+
+def _without_label(text: str, other: str) -> str:
+    sides = split_top(text, ("=",))
+    label = _LABEL.fullmatch(sides[0]) if len(sides) == 2 else None
+    if label is None or not (_is_number(sides[1]) and _is_number(other)):
+        return text
+    argument = re.sub(r"\\[a-z]+", "", label["argument"] or "")
+    product = label["function"] and re.search(rf"{label['function']}(?!\()", argument)  # x(x+1) is no function's value
+    return text if product else sides[1]
+
+
 # --- structures: each returns None where neither side has that structure ----------------------------------------------
 
 
@@ -149,7 +176,25 @@ def _as_lists(a: str, b: str, depth: int) -> Outcome | None:
         return None
     if "\\cup" in a + b or _all_intervals(items_a) or _all_intervals(items_b):
         return None  # "x < 1, x > 3" is a union
-    return _pair_up(items_a if items_a is not None else [a], items_b if items_b is not None else [b], depth)
+    point = _as_point(a, items_b, depth) or _as_point(b, items_a, depth)
+    if point is not None:
+        return point
+    left, right = (three_digit_items(text) if items is None else items for text, items in ((a, items_a), (b, items_b)))
+    if len(left) != len(right):
+        left, right = items_a or [a], items_b or [b]
+    return _pair_up(left, right, depth)
+
+
+def _as_point(point: str, items: list[str] | None, depth: int) -> Outcome | None:
+    """(1,2) against the solution of a system, "y=2, x=1": the coordinates in the order of the names' alphabet."""
+    group = _group(point)
+    named = [re.fullmatch(r"([A-Za-z](?:_\{?\d\}?)?)\s*=([^=]+)", item) for item in items or ()]
+    if group is None or group[0] != "()" or not named or not all(named):
+        return None
+    values = {match[1]: match[2].strip() for match in named if match}
+    if len(values) != len(named):
+        return Outcome.DIFFERENT
+    return _in_order(group[1], [values[name] for name in sorted(values)], depth)
 
 
 def _pair_up(left: list[str], right: list[str], depth: int) -> Outcome:
@@ -179,7 +224,11 @@ def _as_unions(a: str, b: str, depth: int) -> Outcome | None:
     for text in (a, b):
         pieces = split_top(text, ("\\cup",))
         items = _items(text)
-        parts.append(joined(items) if items is not None and len(pieces) == 1 and _all_intervals(items) else pieces)
+        if items is not None and len(pieces) == 1 and _all_intervals(items):
+            pieces = joined(items)
+        elif items is not None and len(pieces) == 1 and "\\cup" in a + b and all(map(_group, items)):
+            pieces = items  # the intervals of a union, as a list
+        parts.append(pieces)
     if "\\cup" not in a + b and max(map(len, parts)) == 1 and parts != [[a], [b]]:
         return compare(parts[0][0], parts[1][0], depth)
     return _pair_up(parts[0], parts[1], depth) if max(map(len, parts)) > 1 else None
@@ -237,7 +286,9 @@ def _as_groups(a: str, b: str, depth: int) -> Outcome | None:
 def _group(text: str) -> tuple[str, list[str]] | None:
     if text[:1] not in ("(", "[") or text[-1:] not in (")", "]") or closing(text, 0) != len(text) - 1:
         return None
-    parts = split_top(text[1:-1], (",",))
+    parts = split_top(text[1:-1], (";",))
+    parts = split_top(text[1:-1], (",",)) if len(parts) == 1 else parts
+    parts = three_digit_items(parts[0]) if len(parts) == 1 else parts
     return (text[0] + text[-1], parts) if len(parts) > 1 else None
 
 
@@ -294,11 +345,11 @@ def _as_based(a: str, b: str) -> Outcome | None:
             base = int(numeral["base"])
             if not 2 <= base <= 16 or any(int(digit, 16) >= base for digit in numeral["digits"]):
                 return Outcome.DIFFERENT
-            values.append(int(numeral["digits"], base))
+            values.append(int(numeral["sign"] + numeral["digits"], base))
         return Outcome.EQUAL if values[0] == values[1] else Outcome.DIFFERENT
     bare, numeral = (b, left) if left else (a, right)
     assert numeral is not None
-    return Outcome.EQUAL if bare.replace(" ", "") == numeral["digits"] else Outcome.DIFFERENT
+    return Outcome.EQUAL if bare.replace(" ", "") == numeral["sign"] + numeral["digits"] else Outcome.DIFFERENT
 
 
 def _same_value(a: str, b: str) -> Outcome:

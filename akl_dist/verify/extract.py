@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from akl_dist.verify.normalize import canonical
-from akl_dist.verify.quantity import TooLarge, parse_quantity
+from akl_dist.verify.quantity import MAX_LENGTH, TooLarge, parse_quantity
 from akl_dist.verify.segments import final_section
 
 Span = tuple[int, int]
@@ -182,6 +182,8 @@ def _from_boxes(text: str, boxes: list[_Candidate]) -> Marker | None:
 
 def _one_number(answers: list[str]) -> bool:
     """Whether all are one number in several spellings ("15 39/40 or 639/40"): then it is one answer and no list."""
+    if any(len(answer) > MAX_LENGTH for answer in answers):
+        return False
     try:
         quantities = [parse_quantity(canonical(answer)) for answer in answers]
     except TooLarge:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from akl_dist.verify import symbolic
 from akl_dist.verify.quantity import parse_quantity
 
 RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>")
@@ -49,8 +50,17 @@ def joined(items: Sequence[str]) -> list[str]:
     first, _, high = below[:-1].partition(",")
     if no_bound != _ABOVE or first[1:] != _BELOW:
         return list(items)
-    left, right = parse_quantity(low[1:]), parse_quantity(high)
-    if left is None or right is None or left.value >= right.value:
+    if not _less(low[1:], high):
         return list(items)
     less = {"(": "<", ")": "<", "[": "\\le ", "]": "\\le "}
     return [f"{low[1:]}{less[low[0]]}{variable}{less[below[-1]]}{high}"]
+
+
+def _less(low: str, high: str) -> bool:
+    left, right = parse_quantity(low), parse_quantity(high)
+    if left and right:
+        return left.value < right.value
+    try:
+        return symbolic.less(low, high)
+    except symbolic.NotSymbolic:
+        return False

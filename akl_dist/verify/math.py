@@ -63,11 +63,11 @@ def judge_answer(*, gold: str, answer: str) -> tuple[Status, str]:
     bad_gold = invalid_gold(gold)
     if bad_gold:
         return Status.INVALID_GOLD, bad_gold
+    if len(answer) > MAX_ANSWER:
+        return Status.NO_ANSWER, f"unparseable: more than {MAX_ANSWER} characters"
     right, given = canonical(gold), canonical(answer)
     if not given:
         return Status.NO_ANSWER, "empty answer"
-    if len(answer) > MAX_ANSWER:
-        return Status.NO_ANSWER, f"unparseable: more than {MAX_ANSWER} characters"
     if identity_key(right) == identity_key(given):
         return Status.OK, ""
     if max(nesting(right), nesting(given)) > MAX_NESTING:

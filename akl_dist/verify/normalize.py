@@ -8,6 +8,7 @@ inequalities becomes ``\\cup``).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _UNICODE = {
     "−": "-",
@@ -67,10 +68,20 @@ _TEXT = r"\\(?:text|mbox|hbox|textrm|textnormal|textbf|textit|textsf|texttt|text
 
 
 
+_RELATION = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+
+
 def _conjunction(word: re.Match[str]) -> str:
     """The separator for "and" or "or"; the numbers of ``x < 1 or x > 3`` are a union, those of ``x > 1 and x < 3`` fulfil both."""
-    either = word.group().endswith("or") and re.search(r"[<>]|\\[lg]e(?![A-Za-z])", word.string)
+    either = word.group().endswith("or") and _RELATION.search(word.string)
     return r" \cup " if either else " ; "
+
+
+def _connective(sign: re.Match[str]) -> str:
+    """The word for a logical sign between inequalities; elsewhere ``p \\lor q`` is a formula."""
+    if not _RELATION.search(sign.string):
+        return sign.group()
+    return " and " if sign.group() in ("\\land", "\\wedge") else " or "
 
 
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -92,9 +103,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (_TEXT + r"\s*\{\s*(and|or),?\s*\}", r" \1 "),
         (_TEXT + r"\s*\{", r"\\text{"),
+        (r"\\text\{\s*\(?mod (\d+)\)?\s*\}", r"\\pmod{\1}"),
         (r"\\(?:times|ast)(?![A-Za-z])", r"\\cdot"),
-        (r"\\mathbb\s*(?:R|\{\s*R\s*\})(?!\s*\^)|(?:\\text\{\s*|^)all real numbers(?:\s*\}|$)", r"(-\\infty ,\\infty )"),
-        (r"^\s*\\approx(?![A-Za-z])", ""),
+        (r"\\mathbb\s*(?:R|\{\s*R\s*\})(?!\s*\^)|(?:\\text\{\s*|^)(?i:all real(?: number)?s)(?:\s*\}|$)", r"(-\\infty ,\\infty )"),
+        (r"^\s*(?:(?:\\(?:approx|therefore|implies|(?:Long)?[rR]ightarrow)(?![A-Za-z])|=)\s*)+", ""),
         (r"\*\*", "^"),
         (r"\*", r"\\cdot "),
         (r"\\div(?![A-Za-z])", "/"),
@@ -106,26 +118,32 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[lr]brack(?![A-Za-z])", lambda m: "[" if m.group()[1] == "l" else "]"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\(?:infin|varinfty)(?![A-Za-z])|\binfinity\b", r"\\infty"),
+        (r"\\(?:infin|varinfty)(?![A-Za-z])|\b[iI]nfinity\b", r"\\infty"),
         (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\\(?:[lc]?dots[cbmio]?|ldots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
         (
             r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|(?<=\d)\s*(?:\\text\{\s*degrees?\s*\}|degrees?\b)",
             "°",
         ),
-        (r"(?<=[\d\s])percent\b|\\text\{\s*percent\s*\}", "%"),
+        (r"(?<=[\d\s])per ?cent\b|\\text\{\s*per ?cent\s*\}", "%"),
+        (r"(\.\d*)\\(?:bar|dot)\s*(?=\{)", r"\1\\overline"),
+        (r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}"),
+        (r"\\(?:land|wedge|lor|vee)(?![A-Za-z])", _connective),
         (r"(?<![A-Za-z\\{])(?:sqrt)(?=\s*[({])", r"\\sqrt"),
         (r"(?<![A-Za-z\\{])pi(?![A-Za-z])", r"\\pi"),
         (r"(?:[,;]\s*)?\b(?:and|or)\b", _conjunction),
-        (r"\\frac\s*([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*([0-9A-Za-z])\s*(?=\{)", r"\\frac{\1}"),
-        (r"(\\frac\s*\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
-        (r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\\sqrt\1{\2}"),
+        (r"\\frac\{\s*\\text\{([^{}]*)\}\s*\}\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{ \1/\2}"),  # of units
     )
 )  # type: ignore[misc]
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), ('"', '"'), ("“", "”"))
 _ROW_END = "\x04"  # \\\\ inside an environment, where "\\\\ " is no spacing command
-_OPEN_BRACKETS = re.compile(r"((?:.*\\in(?![A-Za-z]))?\s*)([\[\](])([^\[\](),;]+),([^\[\](),;]+)([\[\])])(\s*)", re.DOTALL)
+_OPEN_BRACKETS = re.compile(r"((?:.*\\in(?![A-Za-z]))?\s*)([\[\](])([^\[\](),;]+)[,;]([^\[\](),;]+)([\[\])])(\s*)", re.DOTALL)
+_STRUCTURE = re.compile(r";|\d\s*[:,=<>]|[=<>]\s*[-\d]")  # of an answer that a text wrapper hides
+_SET_BUILDER = re.compile(
+    r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\(-\\infty ?, ?\\infty ?\)\s*)?(?:\\mid(?![A-Za-z])|\||:)([^|:{}]*)\\\}"
+)
+_ARGUMENT = re.compile(r"\s*(?:([0-9A-Za-z])|(\\(?:pi|theta|alpha|beta)(?![A-Za-z])))")
 _SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 _WRAPPER = re.compile(r"\\text\{([^{}]*)\}")
 
@@ -143,8 +161,8 @@ def canonical(text: str) -> str:
     out = re.sub(r"\\\\(?:\[[^\[\]]*\])?", _ROW_END, out) if rows else out
     for pattern, replacement in _REWRITES:
         out = pattern.sub(replacement, out)
-    out = _sqrt_parentheses(out.replace("$", "")).replace(_ROW_END, "\\\\")
-    return _outer_groups(re.sub(r"\s+", " ", out).strip())
+    out = _fraction_arguments(_sqrt_parentheses(out.replace("$", ""))).replace(_ROW_END, "\\\\")
+    return _outer_groups(_condition(re.sub(r"\s+", " ", out).strip()))
 
 
 def _level(match: re.Match[str]) -> str:
@@ -153,13 +171,19 @@ def _level(match: re.Match[str]) -> str:
     return f"{'^' if run[0] in _RAISED else '_'}{{{run.translate(_LEVEL)}}}"
 
 
+def _condition(text: str) -> str:
+    """The inequality of ``\\{x : x > 3\\}``, a set of real numbers."""
+    builder = _SET_BUILDER.fullmatch(text)
+    return builder[1].strip() if builder and _RELATION.search(builder[1]) else text
+
+
 def _outer_groups(text: str) -> str:
     """Without braces (or a text wrapper around LaTeX) that hold everything; half-open intervals written ``[0,1[`` as ``[0,1)``."""
     for opener in ("{", "{", "\\text{"):
         inner = text[len(opener) : -1]
         whole = text.startswith(opener) and closing(text, len(opener) - 1) == len(text) - 1
-        if whole and (opener == "{" or "\\" in inner or ";" in inner):
-            text = inner.strip()
+        if whole and (opener == "{" or "\\" in inner or _STRUCTURE.search(inner)):
+            text = inner.strip() if inner.endswith("..") else inner.strip().removesuffix(".")
     if "[" not in text and "]" not in text:
         return text
     pieces = [_OPEN_BRACKETS.fullmatch(piece) for piece in text.split("\\cup")]
@@ -202,6 +226,34 @@ def _sqrt_parentheses(text: str) -> str:
     return text
 
 
+def _fraction_arguments(text: str) -> str:
+    """Braces around the arguments of each ``\\frac`` that has none (``\\frac\\pi2``, ``\\frac{\\sqrt{3}}2``), as TeX reads them."""
+    position = 0
+    while (found := text.find("\\frac", position)) >= 0:
+        position = start = found + 5
+        arguments: list[str] = []
+        bare = ""
+        while len(arguments) < 2:
+            group = re.compile(r"\s*(?=\{)").match(text, start)
+            argument = None if group else _ARGUMENT.match(text, start)
+            if group:
+                close = closing(text, group.end())
+                if close is None:
+                    return text
+                arguments.append(text[group.end() : close + 1])
+                start = close + 1
+            elif argument:
+                bare += argument.group().strip()
+                arguments.append(f"{{{argument.group().strip()}}}")
+                start = argument.end()
+            else:
+                break
+        unclear = re.fullmatch(r"\d\d", bare) and text[start : start + 1].isdigit()  # \frac123
+        if len(arguments) == 2 and bare and not unclear:
+            text = f"{text[:position]}{''.join(arguments)}{text[start:]}"
+    return text
+
+
 def closing(text: str, start: int) -> int | None:
     """Index of the bracket that closes the one at ``start`` (any of ``([{`` with any of ``)]}``), or None."""
     depth = 0
@@ -219,6 +271,50 @@ def closing(text: str, start: int) -> int | None:
                 return index
         index += 1
     return None
+
+
+def split_top(text: str, separators: Sequence[str]) -> list[str]:
+    """Parts between separators outside all brackets. A comma inside a grouped number (1,000) does not separate."""
+    parts, start, index = [], 0, 0
+    while index < len(text):
+        if text[index] in "([{" or text.startswith("\\{", index):
+            close = closing(text, index) if text[index] != "\\" else closing_set(text, index)
+            index = close + 1 if close is not None else index + 1
+            continue
+        if text.startswith("\\begin{", index):
+            end = text.find("\\end{", index)
+            index = end if end > 0 else index + 1
+            continue
+        found = next((s for s in separators if text.startswith(s, index)), None)
+        if found and not (found == "," and _groups_digits(text, index)):
+            parts.append(text[start:index])
+            start = index = index + len(found)
+            continue
+        index += 1
+    parts.append(text[start:])
+    return [part.strip() for part in parts]
+
+
+def _groups_digits(text: str, comma: int) -> bool:
+    """Whether this comma belongs to a number of the full form d{1,3}(,ddd)+, without a leading zero, with no digit or comma run
+    around it."""
+    grouped = re.finditer(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", text)
+    return any(match.start() < comma < match.end() for match in grouped)
+
+
+def closing_set(text: str, start: int) -> int | None:
+    depth = 0
+    for match in re.compile(r"\\[{}]").finditer(text, start):
+        depth += 1 if match.group() == "\\{" else -1
+        if depth == 0:
+            return match.end() - 1
+    return None
+
+
+def three_digit_items(text: str) -> list[str]:
+    """The elements where a comma list may be meant by what reads as one grouped number, as (100,200); else the text alone."""
+    listed = re.fullmatch(r"-?\d{1,3}(?:,[1-9]\d\d)+", text)
+    return text.split(",") if listed else [text]
 
 
 def identity_key(canonical_text: str) -> str:

@@ -6,7 +6,7 @@ Grammar (on canonical text)::
     term       = power {["\\cdot" | "/"] power}           juxtaposition multiplies, except number after number
     power      = atom {"!" | "!!"} ["^" exponent]         n!! is the double factorial
     atom       = number | "(" expression ")" | "{" expression "}" | "\\frac" group group | "\\sqrt" ["[" n "]"] group
-    (exact roots only) number     = integer | grouped (d{1,3}(,ddd)+) | decimal | scientific | repeating decimal |
+    (exact roots only) number     = integer | grouped (d{1,3}(,ddd)+, no 0 first) | decimal | scientific | repeating decimal |
     mixed (integer \\frac{}{})
 
 Nothing is ever evaluated as code. Values are ``Fraction``: no rounding anywhere.
@@ -43,7 +43,7 @@ class _NotANumber(Exception):
 
 _NUMBER = re.compile(
     r"(?P<repeating>\d*\.\d*)\\overline\{(?P<period>\d+)\}"
-    r"|(?P<plain>\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.\d+|\.\d+|\d+)(?:[eE](?P<exponent>[+-]?\d{1,6})(?![A-Za-z0-9]))?"
+    r"|(?P<plain>[1-9]\d{0,2}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.\d+|\.\d+|\d+)(?:[eE](?P<exponent>[+-]?\d{1,6})(?![A-Za-z0-9]))?"
 )
 _MIXED_TEXT = re.compile(r"(?P<sign>-?)\s*(?P<whole>\d+)\s+(?P<top>\d+)\s*/\s*(?P<bottom>\d+)")
 _MIXED_FRACTION = re.compile(r"\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")

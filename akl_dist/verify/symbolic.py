@@ -30,7 +30,7 @@ _EXPANDED = re.compile(
 )  # evaluated while parsing, or term by term
 _LARGE = re.compile(r"\d{4}|\d\s*\}?\s*(?:\^|!)")
 _FOREIGN = re.compile(
-    r"\\text|'|%|°|\\ldots|\\begin|[=<>;,:#&@\"?\\]{2,}|(?<!\\)[=<>;:#&@\"?]|\\[lg]e(?![A-Za-z])|\\in(?![A-Za-z])|\\pm|\d\s+\d|\\angle|\\[pb]?mod(?![A-Za-z])"
+    r"\\text|'|%|°|\\ldots|\\begin|[=<>;,:#&@\"?\\]{2,}|(?<!\\)[=<>;:#&@\"?]|\\[lg]e(?![A-Za-z])|\\in(?![A-Za-z])|\\pm|\d\s+\d|\\angle|\\[pb]?mod(?![A-Za-z])|\\approx|\d\s*_"
 )
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z])[A-Za-z]{4,}")
 _FUNCTIONS = ("sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln", "log", "exp")
@@ -110,6 +110,13 @@ def same(a: str, b: str) -> bool | None:
     left, right, symbols = _parsed_pair(a, b)
     outcomes = [_vanishes(left - right, x, y, point) for point, x, y in _valued_points(left, right, symbols)]
     return all(outcomes) if len(outcomes) >= (3 if symbols else 1) else None
+
+
+def less(a: str, b: str) -> bool:
+    """Whether both are real numbers and the first is the smaller one."""
+    left, right, symbols = _parsed_pair(a, b)
+    x, y = (None, None) if symbols else (_value(left, {}), _value(right, {}))
+    return x is not None and y is not None and bool(x.is_real and y.is_real and x < y)
 
 
 def _parsed_pair(a: str, b: str) -> tuple[Any, Any, list[Any]]:

@@ -6,21 +6,23 @@ import re
 
 _SHORT = (
     r"(?:(?:[ckm]?m|ft|mi)/(?:sec|s|hr|h|min)|[cmk]?m|[mk]?g|m?[lL]|ft|in|mi|yd|lbs?|oz|hrs?|min|secs?|ms|mph|kph|[kK]?Hz|[kK]?[JWVN]|Pa|units?|USD|am|pm|rad|deg|mol|days?|cups?"
+    r"|sq\.? (?:units?|[cmk]?m|ft|in|mi|yd)"
     r"|(?<=[\s\d])[ap]\.m\.?|(?<=\s)[AP]\.?M\.?)"
 )
 _UNIT = re.compile(  # a text wrapper, a short unit of the list, or a plain word of four letters after a space
     r"(?P<body>.*?(?:[\d)}]|\\pi(?=\s*\\text|\s+[A-Za-z]{2})))\s*(?P<unit>\\text\{[^{}]*\}|"
     + _SHORT
-    + r"|(?<=\s)[A-Za-z]{4,}[A-Za-z ]*|°\s*(?:\\text\{\s*[CFK]\s*\}|[CFK])?|[€£¥¢\x03])(?P<power>\^\s*\{?[23]\}?)?",
+    + r"|(?<=\s)[A-Za-z]{4,}[A-Za-z ]*|°\s*(?:\\text\{\s*[CFK]\s*\}|[CFK])?|[€£¥₹¢\x03])(?P<power>\^\s*\{?[23]\}?)?",
     re.DOTALL,
 )
-_CURRENCY = {"€": "euro", "£": "pound", "¥": "yen", "\x03": "dollar", "¢": "cent"}
+_CURRENCY = {"€": "euro", "£": "pound", "¥": "yen", "\x03": "dollar", "¢": "cent", "₹": "rupee"}
 _MODULUS = re.compile(r"(.*\S)\s*\\pmod\s*(?:\{([^{}]+)\}|(\w))", re.DOTALL)
 _NOT_UNITS = re.compile(r"(?:sin|cos|tan|log|exp)[a-z]?\b|sqrt|choose|infty")
 _NO_UNIT = re.compile(
-    r";|\b(?:not|is|are|does|if|when|at (?:most|least)|squared|cubed|factorial|minus|plus|halves"
-    r"|(?:third|fourth|fifth|sixth|eighth)s"
-    r"|remainder|choose)\b"
+    r";|(?<!\^)\d(?!\d*-[a-z])|\b(?:not|is|are|does|if|when|at (?:most|least)|squared|cubed|factorial|minus|plus|halves"
+    r"|(?:third|fourth|fifth|sixth|seventh|eighth|ninth)s|(?:doubl|tripl|halv|divid|multipli|increas|decreas)ed|tens|negative$"
+    r"|remainder|choose|binary|mod(?:ulo)?|to|unless|else|otherwise|maybe|perhaps|possibly|never|without|(?:quadr|quint)illions?"
+    r"|(?:(?:four|six|seven|eight|nine)(?:teen|ty)?|(?:thir|fif)(?:teen|ty)|one|two|three|five|ten|eleven|twelve|twenty|forty)(?!-))\b"
 )  # words that change the value, or say something else of it
 _SCALES = {
     "tenth": "10^{-1}", "hundredth": "10^{-2}", "thousandth": "10^{-3}", "millionth": "10^{-6}", "dozen": "12", "hundred": "10^{2}",
@@ -31,7 +33,8 @@ _NAMES = {
     "inches": "inch", "mi": "mile", "yd": "yard", "g": "gram", "mg": "milligram", "kg": "kilogram", "lb": "pound", "lbs": "pound",
     "oz": "ounce", "ml": "milliliter", "l": "liter", "hr": "hour", "hrs": "hour", "min": "minute", "sec": "second",
     "secs": "second",
-    "mile per hour": "mph", "miles/hour": "mph", "mi/hr": "mph", "kilometer per hour": "kph", "km/h": "kph", "km/hr": "kph",
+    "mile per hour": "mph", "miles/hour": "mph", "mile/hour": "mph", "mi/hr": "mph", "mi/h": "mph",
+    "kilometer per hour": "kph", "km/h": "kph", "km/hr": "kph",
     "meter per second": "m/s", "m/sec": "m/s", "foot per second": "ft/s", "feet per second": "ft/s", "ft/sec": "ft/s",
     "deg": "°", "degree": "°", "cents": "cent", "usd": "dollar", "sq": "square",
 }  # fmt: skip
@@ -44,10 +47,10 @@ def split_unit(text: str) -> tuple[str, str]:
     """
     if text.endswith("%"):
         return text[:-1].strip(), "%"
-    sign = re.match(r"(-?)\s*(\x03|€|£|¥)\s*", text)
+    sign = re.match(r"(-?)\s*(?:\{|US\s*)?(\x03|€|£|¥|₹|USD(?=\s*\d))(?:\}|\s)*", text)
     if sign:
         body, unit = split_unit(sign[1] + text[sign.end() :])
-        symbol = _CURRENCY[sign[2]]
+        symbol = _CURRENCY.get(sign[2], "dollar")
         return body, symbol if unit in ("", symbol) else f"{symbol} {unit}"
     modulus = _MODULUS.fullmatch(text)
     if modulus:

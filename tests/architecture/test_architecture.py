@@ -124,18 +124,45 @@ def leaves(cls: type, prefix: str = "") -> list[str]:
     return out
 
 
+def reads(source: str, classes: dict[str, str]) -> set[tuple[str, str]]:
+    """(section, leaf) of every configuration key that a file can read: an attribute of that name, where the file gets hold of the
+    section, as an attribute, a keyword or by its class. A key of the top level has the section "config"."""
+    tree = ast.parse(source)
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
+        node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)} | attributes
+    held = {section for section, cls in classes.items() if {section, cls} & names or f"_{section}" in names}
+    return {(section, leaf) for section in held for leaf in attributes}
+
+
+def sections(cls: type, name: str = "config") -> dict[str, str]:
+    """Section -> its class, of the whole schema."""
+    out = {name: cls.__name__}
+    for field in dataclasses.fields(cls):
+        if field.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(field.default_factory):
+            out |= sections(field.default_factory, field.name)
+    return out
+
+
+def unread_keys(keys: list[str], sources: list[str], classes: dict[str, str]) -> list[str]:
+    read = set().union(*(reads(source, classes) for source in sources))
+    return [key for key in keys if tuple(f"config.{key}".split(".")[-2:]) not in read]
+
+
 def test_every_configuration_key_is_read():
-    """A key that nothing reads is a promise not kept. A read is an attribute access outside the schema (a limit may be read by
-    validation alone)."""
+    """A key that nothing reads is a promise not kept. A read is an attribute access outside the schema, in a file that knows the
+    key's section (a limit may be read by validation alone)."""
     from akl_dist.config.schema import Config
 
-    read: set[str] = set()
-    for path in FILES:
-        if name_of(path) == "config/schema":
-            continue
-        read |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-    unread = [key for key in leaves(Config) if key.split(".")[-1] not in read]
-    assert unread == []
+    sources = [path.read_text() for path in FILES if name_of(path) != "config/schema"]
+    assert unread_keys(leaves(Config), sources, sections(Config)) == []
+
+
+def test_a_key_that_another_section_has_too_is_not_taken_for_read():
+    """The control: timeout_s is read, but not that of the reference."""
+    classes = {"config": "Config", "rollout": "RolloutConfig", "reference": "ReferenceConfig"}
+    source = "def f(config): return config.rollout.timeout_s"
+    assert unread_keys(["rollout.timeout_s", "reference.timeout_s"], [source], classes) == ["reference.timeout_s"]
 
 
 def test_light_imports():

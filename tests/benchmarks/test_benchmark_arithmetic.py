@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -64,6 +66,15 @@ def test_different_work_is_noticed(stage, field, value, word):
     assert "step 4" in problem and word in problem
 
 
+def test_the_timed_verify_stage_hands_on_what_it_is_given():
+    """With dynamic sampling the verdicts of earlier draws count in the bound on faults."""
+    inner, note = mock.Mock(), mock.Mock()
+    timed = overhead.TimedVerify(inner, note)
+    assert timed.collect("ticket", ["earlier"]) is inner.collect.return_value
+    inner.collect.assert_called_once_with("ticket", ["earlier"])
+    assert timed.label(1, 2, 3) is inner.label.return_value and note.roles_s >= 0
+
+
 def test_steps_must_fill_blocks():
     assert overhead.arguments(["--steps", "6", "--block", "3"]).steps == 6
     for wrong in (["--steps", "7"], ["--steps", "3"], ["--block", "0"]):
@@ -80,8 +91,8 @@ def test_samples_of_a_dump_carry_the_references_rows(tmp_path: Path):
         return DumpRow(
             step=1, prompt_id=prompt, source="s", sample_index=index, prompt_token_ids=(5, 6), prompt_text="p", gold="1",
             response_token_ids=np.arange(length, dtype=np.int32), text="t", role=ramp >= 1, logp=-ramp, ref_logp=-ramp - 1,
-            entropy=ramp, advantage=0.5, reward=reward, status="ok" if reward is not None else "timeout", extracted=None,
-            finish_reason="stop", policy_version=0, answer_span_tokens=0)
+            entropy=ramp, advantage=0.5, reward=reward, status="ok" if reward is not None else "timeout", reason="",
+            extracted=None, finish_reason="stop", policy_version=0, answer_span_tokens=0)
 
     write_rollouts(dump_path(tmp_path, 1), [row("a", 0, 1, 1.0), row("a", 1, 2, None), row("b", 0, 3, 0.0), row("b", 1, 1, 0.0)])
     scores = tmp_path / "scores.npz"
@@ -102,10 +113,10 @@ def traffic(sent: dict[str, int], received: dict[str, int]) -> driver.Traffic:
 
 
 def test_traffic_by_stage():
-    sent = {"more_groups": 10, "judge": 3, "label": 4, "load_bucket": 7, "prompt_logprobs": 5}
+    sent = {"more_groups": 10, "judge": 3, "label": 4, "load_bucket": 7, "prompt_logprobs": 5, "appraise": 8, "nobody's": 1}
     one = traffic(sent, {"more_groups": 90, "probe_sequences": 2})
-    assert one.by_stage() == {"rollout": 100, "verify": 7, "weight_sync": 7, "weight_sync probe": 7}
-    assert one.total == 121 == sum(one.by_stage().values())
+    assert one.by_stage() == {"rollout": 100, "verify": 7, "weight_sync": 7, "weight_sync probe": 7, "critic": 8, "other": 1}
+    assert one.total == 130 == sum(one.by_stage().values())
 
 
 def test_driver_ratio_counts_everything_and_shows_the_rest_apart_from_the_probe():
@@ -137,17 +148,29 @@ def test_summary_says_what_was_met():
     good = everything.Outcome("driver_bytes", {"ratio": 1.002, "max_ratio": 1.05}, "", 0)
     missed = everything.Outcome("orchestration_overhead", {"ratio": 1.3, "max_ratio": 1.15, "quiet": False}, "", 1)
     silent = everything.Outcome("logprob_memory", None, "Traceback", 1)
-    lines = everything.summary([good, missed, silent]).splitlines()
-    assert [word in line for word, line in zip((" met ", " missed ", " no result "), lines[1:], strict=True)] == [True] * 3
-    assert ["measure again" in line for line in lines[1:]] == [False, True, False]
+    small = everything.Outcome("fused_head", {"ratio": None, "max_ratio": 1.6}, "", 1)  # no way fits into the machine's memory
+    lines = everything.summary([good, missed, silent, small]).splitlines()
+    words = (" met ", " missed ", " no result ", " no result ")
+    assert [word in line for word, line in zip(words, lines[1:], strict=True)] == [True] * 4
+    assert ["measure again" in line for line in lines[1:]] == [False, True, False, False]
     assert "1.002" in lines[1] and "<= 1.05" in lines[1]
     assert [one.met for one in (good, missed, silent)] == [True, False, False]
 
 
-def test_methods_of_the_driver_benchmark_exist():
-    sources = "\n".join(path.read_text() for path in (Path(everything.__file__).parents[1] / "akl_dist").rglob("*.py"))
-    for method in {*driver.STAGE_OF, *driver.PROBE}:
-        assert f"    def {method}(self" in sources, f"no actor has a method {method}"
+OUTSIDE_A_STEP = {"start", "ping", "close", "rendezvous", "save", "load", "export", "parameters_checksum", "add",
+                  "write_samples"}
+DUMPS_AND_REPLAYS = {"write": "dump", "groups": "rollout"}  # of akl_dist/bookkeeping
+
+
+def test_the_driver_benchmark_knows_every_remote_method_of_a_step():
+    called = {(path.parent.name, method) for path in (Path(everything.__file__).parents[1] / "akl_dist").rglob("pool.py")
+              for method in re.findall(r"\.(\w+)\.remote\(", path.read_text())}
+    assert len(called) > 25
+    for folder, method in sorted(called):
+        if method not in OUTSIDE_A_STEP:
+            stage = driver.STAGE_OF.get(method, "none")
+            assert stage.split()[0] == DUMPS_AND_REPLAYS.get(method, folder), f"{folder} calls {method}, which counts as {stage}"
+    assert set(driver.STAGE_OF) == {method for _, method in called} - OUTSIDE_A_STEP, "methods that nobody calls any more"
 
 
 @pytest.mark.stack

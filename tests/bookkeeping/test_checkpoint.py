@@ -212,11 +212,6 @@ def test_a_failed_save_leaves_nothing(tmp_path):
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
-def test_config_hash():
-    assert cp.config_hash({"a": 1, "b": {"c": 2}}) == cp.config_hash({"b": {"c": 2}, "a": 1})
-    assert cp.config_hash({"a": 1}) != cp.config_hash({"a": 2})
-
-
 # --- pruning -----------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,14 @@ def test_step_line():
     )
 
 
+def test_responses_without_a_verdict_show():
+    """Whatever kept them from a verdict: they do not count in the accuracy beside."""
+    stream = ascii_stream()
+    faults = {"verify/error_fraction": 0.2, "verify/timeout_fraction": 0.05, "verify/no_answer_fraction": 0.5}
+    Console(1, stream=stream).step(1, {"verify/accuracy": 0.5, **faults})
+    assert text_of(stream) == "step 1/1 | acc 0.500 | without verdict 25 %\n"
+
+
 def test_absent_metrics_are_left_out():
     stream = ascii_stream()
     Console(1, stream=stream).step(1, {})

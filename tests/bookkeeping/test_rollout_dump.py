@@ -39,7 +39,8 @@ def group_of(prompt_id: str, lengths: tuple[int, ...], *, seed: int, version: in
     judged = JudgedArrays(tuple(f"text {i}" for i in range(size)), tuple("18" if i % 3 == 0 else None for i in range(size)),
                           roles.answer_mask, roles.answer_mask)
     verdicts = tuple(
-        [Verdict(Status.OK), Verdict(Status.TIMEOUT), Verdict(Status.NO_ANSWER)][i % 3] for i in range(size)
+        [Verdict(Status.OK), Verdict(Status.TIMEOUT, reason="no answer within 5 s"), Verdict(Status.NO_ANSWER)][i % 3]
+        for i in range(size)
     )
     header = RolloutGroup(prompt, lengths, ("stop", *["length"] * (size - 1)), version, "rollout-0", None)
     labelled = LabelledGroup(
@@ -68,9 +69,17 @@ def test_names_and_columns(dump):
     assert first["prompt_text"] == "text of s/1 – é"
     assert (first["reward"], second["reward"], third["reward"]) == (1.0, None, 0.0), "no verdict is no zero reward"
     assert (first["status"], second["status"], third["status"]) == ("ok", "timeout", "no_answer")
+    assert (first["reason"], second["reason"]) == ("", "no answer within 5 s"), "why there is no verdict is on file"
     assert (first["extracted"], second["extracted"]) == ("18", None)
     assert [len(row["logp"]) for row in (first, second, third)] == [3, 1, 4]
     assert third["advantage"] == 2 / 3
+    assert {row["policy_version"] for row in (first, second, third)} == {4}
+    _, rollout, judged, reference, roles = GROUPS[0]  # responses of 3, 1 and 4 tokens
+    for row, part, text in ((first, slice(0, 3), 0), (second, slice(3, 4), 1), (third, slice(4, 8), 2)):
+        assert row["text"] == judged.texts[text]
+        for column, array in (("response_token_ids", rollout.token_ids), ("role", roles.answer_mask), ("logp", rollout.logp),
+                              ("ref_logp", reference.logp), ("entropy", reference.entropy)):
+            np.testing.assert_array_equal(np.asarray(row[column], array.dtype), array[part], err_msg=column)
 
 
 def test_replay_is_bit_exact(dump):

@@ -17,8 +17,22 @@ from akl_dist.contract.errors import ActorDied, DeadlineExceeded, NonFiniteLoss,
 pytestmark = pytest.mark.stack
 
 
+class TwoArguments(Exception):
+    """Pickles, and does not unpickle: a usual mistake of exceptions with arguments of their own."""
+
+    def __init__(self, message, number):
+        super().__init__(message)
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
 @pytest.fixture(scope="module")
 def workers(local_ray):
+    local_ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
     @local_ray.remote(num_cpus=0)
     class Worker:
         def answer(self, value, delay_s=0.0):
@@ -35,6 +49,15 @@ def workers(local_ray):
         def die(self, delay_s=0.0):
             time.sleep(delay_s)
             os._exit(1)
+
+        def fail_as_libraries_do(self):
+            raise TwoArguments("cause", 2)
+
+        def answer_what_no_other_process_reads(self):
+            return Unreadable()
+
+        def put(self):
+            return [local_ray.put(np.zeros(10))]
 
     class Maker:
         def __call__(self, count):
@@ -140,6 +163,46 @@ def test_the_cause_is_reported_and_not_its_echo(workers):
     with pytest.raises(ActorDied, match="learner/run/1"):
         gather({"learner/run/0": a.fail_by_accident.remote(), "learner/run/1": b.die.remote(0.5)},
                timeout_s=30, stage="learner", doing="updating")
+
+
+def test_what_cannot_be_read_names_its_actor(workers):
+    for method, word in (("fail_as_libraries_do", "cause"), ("answer_what_no_other_process_reads", "no number")):
+        (a,) = workers(1)
+        with pytest.raises(RunError, match=r"rollout/run/0: got .* while sampling") as caught:
+            gather({"rollout/run/0": getattr(a, method).remote()}, timeout_s=30, stage="rollout", doing="sampling")
+        assert word in caught.value.remedy and caught.value.actor == "rollout/run/0" and type(caught.value) is RunError
+    a, b = workers(2)
+    with pytest.raises(ActorDied, match="learner/run/1"):  # an echo like any other
+        gather({"learner/run/0": a.fail_as_libraries_do.remote(), "learner/run/1": b.die.remote(0.5)},
+               timeout_s=30, stage="learner", doing="updating")
+
+
+def test_an_argument_whose_owner_died_is_no_fault_of_the_one_it_was_given_to(workers, local_ray):
+    a, b = workers(2)
+    (ref,) = local_ray.get(a.put.remote(), timeout=30)
+    local_ray.kill(a)
+    with pytest.raises(ActorDied, match="owner of what rollout/run/0 was given"):
+        for _ in range(50):  # until the death is known
+            gather({"rollout/run/0": b.answer.remote(ref)}, timeout_s=30, stage="weight_sync", doing="loading bucket 1 of 1")
+            time.sleep(0.1)
+
+
+def test_a_result_that_is_not_delivered_is_late_and_not_a_death(workers, monkeypatch):
+    (a,) = workers(1)
+    module = sys.modules["akl_dist.cluster.gather"]
+
+    def late(ref, timeout):
+        raise module.GetTimeoutError(f"after {timeout}")
+
+    monkeypatch.setattr(module.ray, "get", late)
+    with pytest.raises(DeadlineExceeded, match="rollout/run/0: got a result of sampling that is not delivered within 60 s"):
+        gather({"rollout/run/0": a.answer.remote(1)}, timeout_s=30, stage="rollout", doing="sampling")
+
+
+def test_arrays_that_cannot_be_read_are_not_said_to_be_lost(workers):
+    with pytest.raises(RunError, match="arrays of 2 groups: got RaySystemError") as caught:
+        fetch_all([store(Unreadable())], timeout_s=10, stage="learner", what="arrays of 2 groups")
+    assert not isinstance(caught.value, ActorDied) and "no number" in caught.value.remedy
 
 
 def test_handles(workers):

@@ -101,6 +101,12 @@ def test_all_problems_at_once_and_exit_code_2() -> None:
     assert caught.value.exit_code == 2
 
 
+def test_one_experiment_a_command() -> None:
+    """Hydra answers with advice on its own defaults lists."""
+    assert "Leave one" in refusals("+exp=tiny", "+exp=akl_7b")["exp"]
+    assert check_command_line(["+exp=tiny,tiny_grpo", "-m"]).overrides == ("+exp=tiny,tiny_grpo",)
+
+
 def test_good_lines() -> None:
     command = check_command_line(["+exp=tiny", "objective/kl=symmetric", "learner.lr=1e-4", "data.columns={prompt: q}",
                                   "learner.adam_betas=[0.9,0.95]", "run_id=null", "-m"])

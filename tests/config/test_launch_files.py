@@ -32,6 +32,15 @@ def test_scripts(name: str) -> None:
     assert "0.0.0.0" not in text
 
 
+def test_a_head_of_ones_own_shares_no_port_with_another_cluster() -> None:
+    """Every port of the submitting script is a free one, the agent's (52365 unless told otherwise) as well."""
+    text = (LAUNCH / "ray_job_submit.sh").read_text(encoding="utf-8")
+    (start,) = re.findall(r'"\$RAY" start --head (?:.*\\\n)*.*', text)
+    assert set(re.findall(r"--[a-z-]*port=\S+", start)) == {
+        '--port="$GCS_PORT"', '--dashboard-port="$DASHBOARD_PORT"', "--dashboard-agent-listen-port=0"}
+    assert len(re.findall(r'_PORT="\$\(free_port\)"', text)) == 2
+
+
 def run_stand_in(tmp_path: Path, *arguments: str, **env: str) -> list[str]:
     """single_node.sh with a stand-in interpreter that prints its arguments, one a line."""
     stand_in = tmp_path / "my python"

@@ -207,6 +207,40 @@ def test_the_critics_model(tmp_path: Path) -> None:
     assert list(problems("critic.path=/no/such/critic")) == ["critic.path"]  # without a critic nothing reads it
 
 
+def test_weights_are_held_against_their_own_headers(tmp_path: Path) -> None:
+    """One tensor of 4 x 2 float32 after its header: 8 + len(header) + 32 bytes."""
+    folder = Path(local_model(tmp_path / "m", vocab_size=4))
+
+    def written(name: str, rows: int = 4, cut: int = 0) -> None:
+        header = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [rows, 2], "data_offsets": [0, rows * 8]}})
+        data = len(header).to_bytes(8, "little") + header.encode() + bytes(rows * 8)
+        (folder / name).write_bytes(data[:len(data) - cut])
+
+    def said() -> str:
+        with pytest.raises(ModelError) as caught:
+            models.check_weights("model.path", str(folder))
+        return str(caught.value)
+
+    assert "model.safetensors: No such file" in said()
+    written("model.safetensors")
+    models.check_weights("model.path", str(folder))
+    written("model.safetensors", cut=1)
+    assert "bytes of " in said()
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "not a safetensors file" in said()
+    written("model.safetensors", rows=5)
+    assert "5 rows" in said() and "4 token ids" in said()
+    (folder / "model.safetensors").unlink()
+    written("a.safetensors")
+    (folder / models.INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    assert "b.safetensors: No such file" in said()
+    written("b.safetensors")
+    models.check_weights("model.path", str(folder))
+    (folder / models.INDEX).write_text("[]")
+    assert "no weight_map" in said()
+    models.check_weights("model.path", "some/hub-name")
+
+
 def test_a_critic_of_experts_is_planned_only() -> None:
     config = composed("+exp=drpo_4b", "objective.advantage=gae", "critic.path=Qwen/Qwen3-30B-A3B")
     (reason,) = not_run_yet(config)
@@ -239,6 +273,24 @@ def test_local_files_on_the_command_line(tmp_path: Path) -> None:
     assert problems(*arguments) == {}
     sizes = models.sizes(str(folder))
     assert sizes is not None and sizes.num_parameters == models.KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"].num_parameters
+
+
+def test_data_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Root reads everything, so that permission is taken away by hand; inside a folder only the dry run's reading finds it."""
+    from akl_dist import job, main
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    keys = {key: f"{key}={file}" for key in ("data.path", "data.eval_path")}
+    assert not set(keys) & set(problems("data=gsm8k", *keys.values()))
+    refused = PermissionError(13, "Permission denied", str(file))
+    monkeypatch.setattr(job, "load_data", lambda config: (_ for _ in ()).throw(refused))
+    assert main.main(["dry_run=true"]) == 2 and "Permission denied" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda path, mode: path != str(file))
+    found = problems("data=gsm8k", *keys.values())
+    assert all(isinstance(found[key], DataError) and "may read" in str(found[key]) for key in keys)
+    mixture = f"data.mixture={{gsm8k: {{path: '{file}'}}}}"
+    assert "may read" in str(problems("data=math_code", mixture)["data.mixture.gsm8k.path"])
 
 
 def test_replay_and_resume_folders(tmp_path: Path) -> None:

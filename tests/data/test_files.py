@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def test_column_map(write_jsonl):
     path = write_jsonl("c.jsonl", [{"q": "p", "gold": "3", "key": "k1"}])
     problems, _ = problems_of(path, GENERIC, ColumnsConfig(prompt="q", answer="gold", id="key"))
     assert problems == [files.Problem("k1", "p", "3")]
+
+
+def test_other_columns_of_ones_own_data_go_to_ones_own_reward(write_jsonl, tmp_path):
+    """All but problem, gold and id; numbers are numbers. What JSON cannot hold is left out, and known data sets bring nothing."""
+    columns = ColumnsConfig(prompt="q", answer="gold", id="key")
+    path = write_jsonl("c.jsonl", [{"q": "p", "gold": "3", "key": "k1", "level": 2.50, "hints": ["a", None]}])
+    (problem,) = problems_of(path, GENERIC, columns)[0]
+    assert json.loads(problem.extra) == {"level": 2.5, "hints": ["a", None]}
+    pq.write_table(pa.Table.from_pylist([{"q": "p", "gold": "3", "key": "k1", "picture": b"x", "level": math.nan, "n": 1}]),
+                   tmp_path / "c.parquet")
+    (problem,) = problems_of(str(tmp_path / "c.parquet"), GENERIC, columns)[0]
+    assert problem.extra == '{"n": 1}'
+    path = write_jsonl("m.jsonl", [{"problem": "p", "answer": "3", "level": 2}])
+    assert problems_of(path, MATH)[0][0].extra == ""
 
 
 def test_missing_column_names_found_and_nearest(write_jsonl):
@@ -217,8 +232,11 @@ def test_unusable_golds_are_listed_by_row(write_jsonl):
     rows = [{"prompt": "p", "answer": "7"}, {"prompt": "q", "answer": r"\frac{1}{2"}, {"prompt": "r", "answer": "?"}]
     path = write_jsonl("g.jsonl", rows)
     with pytest.raises(DataError, match=r"2 of 3 rows: got line 2: gold '.*' cannot be judged \(gold has unbalanced braces\); "
-                                        r"line 3: gold '\?' cannot be judged \(gold is empty\)"):
+                                        r"line 3: gold '\?' cannot be judged \(gold is empty\).*data\.invalid_gold=drop"):
         judged(path)
+    with pytest.raises(DataError) as caught:
+        judged(write_jsonl("n.jsonl", [{"prompt": "p", "answer": ""}]))
+    assert "data.invalid_gold" not in str(caught.value), "a row without any gold is not dropped"
     problems, _ = problems_of(path)  # control: without the judge these rows pass
     assert len(problems) == 3
     assert [p.gold for p in judged(write_jsonl("h.jsonl", rows[:1]))[0]] == ["7"]

@@ -99,6 +99,24 @@ def test_what_json_cannot_hold_names_the_row(tmp_path, tokenizer_path, value, me
         read(path, tokenizer_path)
 
 
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_a_prompt_without_words(content):
+    empty = [CHAT[0], {"role": "user", "content": content}]
+    assert composed.verl(row(prompt=empty)) == "no text in the user's message that ends 'prompt'"
+
+
+def test_extra_info_that_is_no_dictionary():
+    """A reward function of one's own gets it as it stands; what is nested too deeply is refused."""
+    for value in ("as text", ["a", 2]):
+        found = composed.verl(row(extra_info=value))
+        assert not isinstance(found, str) and json.loads(found.extra) == {"extra_info": value}
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    for found in (composed.verl(row(extra_info={"tree": deep})), composed.verl(row(reward_model={"ground_truth": deep}))):
+        assert isinstance(found, str) and "nested too deeply" in found
+
+
 def test_jsonable_by_hand():
     assert jsonable({"a": (1, np.int64(2)), "b": np.array([[1.5]]), "c": np.bool_(True)}) == {"a": [1, 2], "b": [[1.5]], "c": True}
     assert [jsonable(Numeral(text)) for text in ("3", "-3", "0.10", "1e3")] == [3, -3, 0.1, 1000.0]

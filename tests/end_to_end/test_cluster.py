@@ -42,6 +42,7 @@ def head(command_line: CommandLine) -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="akl_ray_", dir="/tmp") as folder:  # short: Unix sockets have a limit on paths
         process = subprocess.Popen(
             [RAY, "start", "--head", "--block", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+             "--dashboard-agent-listen-port=0",  # the default is one port, which another cluster on the machine may hold
              f"--temp-dir={folder}", "--num-cpus=2", f"--object-store-memory={200 * 2**20}"],
             env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         try:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+
+import akl_dist
 
 pytestmark = pytest.mark.end_to_end
 
@@ -34,6 +38,19 @@ def test_configuration_mistakes(command_line, name):
     assert command_line.processes() == {}
 
 
+def test_incomplete_weights_are_found_before_anything_starts(command_line, tmp_path):
+    """A download that broke off: said in a second, by a dry run too."""
+    embedded = Path(akl_dist.__file__).parent / "tiny/model"
+    folder = shutil.copytree(embedded, tmp_path / "cut short")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for more in ((), ("dry_run=true",)):
+        done = command_line.run("+exp=tiny", "run_id=x", f"model.path={folder}", *more, timeout_s=60)
+        assert done.returncode == 2 and "model.path" in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert "starting" not in done.stdout
+    assert command_line.result("x")["first_failure"]["stage"] == "config"
+
+
 def test_data_mistakes(command_line, tmp_path):
     good = {"question": "1+1?", "answer": "so #### 2"}
     for name, path, word in (
@@ -53,6 +70,15 @@ def test_more_ranks_than_cpus(command_line):
     assert done.returncode != 0 and "learner: needs 4 CPUs, the cluster has 2" in done.stderr
     assert command_line.result("x")["first_failure"]["stage"] == "cluster"
     assert command_line.wait_until_gone() == {}
+
+
+@pytest.mark.parametrize("key", ["rollout.kv_cache_gib", "cluster.object_store_mib"])
+def test_more_memory_than_there_is(command_line, key):
+    done = command_line.run("+exp=tiny", "cluster.address=local", f"{key}=10000000", "run_id=x", timeout_s=60)
+    assert done.returncode == 1 and f"{key}=1" in done.stderr and "GiB" in done.stderr and "Traceback" not in done.stderr
+    assert "starting" not in done.stdout and command_line.wait_until_gone() == {}
+    planned = command_line.run("+exp=tiny", "cluster.address=local", f"{key}=10000000", "dry_run=true", timeout_s=60)
+    assert planned.returncode == 0 and f"{key}=1" in planned.stdout
 
 
 def test_misspelt_keys_get_the_nearest_valid_one(command_line):
@@ -77,4 +103,5 @@ def test_places_that_do_not_work(command_line, overrides, word):
     """A folder that cannot be written, a cluster that is not there: one message, soon."""
     done = command_line.run("+exp=tiny", "run_id=x", *overrides, timeout_s=60)
     assert done.returncode in (1, 2) and word in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("error") == 1, done.stderr
     assert command_line.wait_until_gone() == {}

@@ -26,6 +26,8 @@ RECIPES = tuple(name for name in group_choices()["exp"] if name.startswith("tiny
 STEPS = 2
 KEPT = ("verify/accuracy", "rollout/response_tokens_mean", "learner/tokens", "objective/entropy", "objective/ratio_mean",
         "objective/clip_fraction", "objective/kl_value_k3", "objective/policy_loss", "learner/grad_norm")
+# So that the policy trains, too; and what two engines draw is what one would.
+PPO = ("critic.warmup_steps=0", "rollout.num_engines=2")
 OPTIONAL = ("rollout/dynamic_rounds", "rollout/dynamic_replaced_groups", "rollout/dynamic_zero_spread_left",
             "rollout/discarded_tokens", "objective/overlong_penalty_mean",
             "objective/zero_spread_group_fraction")
@@ -37,7 +39,7 @@ def train(line: CommandLine, names: Sequence[str]) -> dict[str, list[dict]]:
              "journal.dump_rollouts=false"]
     swept = ",".join(name for name in names if name != "tiny_ppo")
     commands = [("-m", f"+exp={swept}")] if swept else []
-    commands += [("+exp=tiny_ppo", "critic.warmup_steps=0")] if "tiny_ppo" in names else []  # so that the policy trains, too
+    commands += [("+exp=tiny_ppo", *PPO)] if "tiny_ppo" in names else []
     for command in commands:
         done = line.run(*command, *small, timeout_s=1100)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

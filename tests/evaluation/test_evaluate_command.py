@@ -27,7 +27,8 @@ SMALL = ["data=tiny", "evaluate.num_problems=6", "evaluate.samples=2", "rollout.
 class Stack:
     """Engines and graders of plain Python: sample s of a problem is right when s is even; two problems fill a round."""
 
-    def __init__(self, stop_after: int | None = None, stop=None, sandbox: str | None = None) -> None:
+    def __init__(self, stop_after: int | None = None, stop=None, sandbox: str | None = None, last: str = "length") -> None:
+        self.last = last  # finish reason of each problem's last sample
         self.rounds: list[list[str]] = []
         self.stop_after, self.stop, self.sandbox = stop_after, stop, sandbox
         self.earlier: list[int] = []
@@ -38,7 +39,7 @@ class Stack:
         if self.stop_after == len(self.rounds):
             self.stop.requested = True
         size = sampling.group_size
-        groups = [RolloutGroup(prompt, (5,) * size, ("stop",) * (size - 1) + ("length",), 0, "e", None) for prompt in prompts]
+        groups = [RolloutGroup(prompt, (5,) * size, ("stop",) * (size - 1) + (self.last,), 0, "e", None) for prompt in prompts]
         finished(groups[1:])
         return groups
 
@@ -121,6 +122,29 @@ def test_a_source_with_a_limit_of_its_own(command, tmp_path, capsys):
     assert found["sampling"]["max_response_tokens_of"] == {"tiny": 7, "multi_solution": 64}
 
 
+TOOLS = ("model.path=tiny_tir", "data=tiny_tir", "rollout.tools.environment=python", "rollout.tools.max_turns=3",
+         "rollout.tools.role=user", "rollout.tools.max_observation_tokens=8")
+
+
+@pytest.mark.parametrize(("last", "arguments", "said"), [
+    ("turns", (), "on tiny_tir want more answers of the environment than the 3 they may have and count as no answer: raise "
+     "rollout.tools.max_turns."),
+    ("length", (), "on tiny_tir end at the limit of 64 tokens and count as no answer: raise rollout.max_response_tokens."),
+    ("length", ("rollout.tools.max_turn_tokens=20",), "on tiny_tir end at a limit, 64 tokens or 20 in one turn, and count as no "
+     "answer: raise rollout.max_response_tokens or rollout.tools.max_turn_tokens."),
+    ("turns", ("verify.kind=custom", "verify.custom=json:dumps"), "on tiny_tir want more answers of the environment than the 3 "
+     "they may have: raise rollout.tools.max_turns."),
+])
+def test_the_advice_names_what_ended_the_responses(command, capsys, monkeypatch, last, arguments, said):
+    """Half of the responses did not end by themselves, all for one reason; also in what another attempt reads from the file."""
+    monkeypatch.setattr(evaluate, "check_rewards", lambda config: None)
+    stack = Stack(stop_after=1, last=last)
+    assert command(*TOOLS, *arguments, stack=stack) == 143
+    assert command(*TOOLS, *arguments, stack=Stack(last=last)) == 0
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ") and "responses on" in line]
+    assert warned == [f"warning: 50 % of the responses {said}"], "one cause, one warning"
+
+
 def test_without_a_sandbox_everybody_is_told(command, tmp_path, capsys):
     """In words everywhere, in red on a terminal alone; and still in the result when another attempt ends the evaluation."""
     assert command(stack=Stack(stop_after=2, sandbox="none")) == 143
@@ -177,6 +201,7 @@ def test_mistakes(command, capsys):
         (["data=nope"], "data"),
         (["data=generic"], "data.eval_path: got null; expected a file"),
         (["data=math500", "data.eval_path=/nowhere.jsonl"], "data.eval_path"),
+        (["+exp=tiny_tir", "rollout.tools.environment=no_such:Chess", "verify.kind=environment"], "no module named 'no_such'"),
     ):
         assert evaluate.main(arguments) == 2
         error = capsys.readouterr().err
@@ -212,7 +237,7 @@ def test_sample_file(tmp_path):
     sample = {"status": "ok", "extracted": None, "tokens": 3, "truncated": False, "answer_span_tokens": 0, "text": "\ud800",
               "sandbox": "root"}
     file = SampleFile(path, identity=identity, votes={"b"})
-    file.append("b", "p", [sample, sample])
+    file.append({"benchmark": "b", "problem_id": "p", "samples": [sample, sample]})
     whole = path.read_bytes()
     for cut in range(1, len(whole) - whole.index(b"\n") - 1):  # killed anywhere in the second line
         path.write_bytes(whole[:-cut])

@@ -107,3 +107,23 @@ def test_a_failed_save(tmp_path):
     with pytest.raises(CheckpointError, match="No space left"):
         saver(tmp_path, fails=OSError(28, "No space left on device")).save(Progress(step=2))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_one_that_does_not_close_keeps_nothing_from_being_closed():
+    closed = []
+
+    def closes(name, error=None):
+        def close():
+            closed.append(name)
+            if error is not None:
+                raise error
+
+        return SimpleNamespace(close=close, release=close)
+
+    assembly = Assembly.__new__(Assembly)
+    assembly._engines, assembly._replay, assembly.dump, assembly._buffer = closes("engines", OSError("gone")), None, None, None
+    assembly._verify, assembly._reference, assembly._critic = closes("verify"), closes("reference"), None
+    assembly._learner, assembly._reservation = closes("learner"), closes("bundles")
+    with pytest.raises(OSError, match="gone"):
+        assembly.close()
+    assert closed == ["engines", "verify", "reference", "learner", "bundles"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 
@@ -107,7 +109,8 @@ class World:
         if progress.step == self.stop_after:
             self.calls.append("stop")
 
-    def evaluation_done(self, progress):
+    def evaluation_done(self, progress, rollouts, judged):
+        assert [g.prompt.prompt_id for g in rollouts] == [g.prompt_id for g in judged]
         self.calls.append("evaluated")
 
     def run(self, config: Config, *, held_out=()) -> Run:
@@ -176,6 +179,30 @@ def test_saves_when_due_and_at_the_end():
     world = World()
     train(world.run(config(steps=5, checkpoint=CheckpointConfig(every=2))), Progress())
     assert [p.step for p in world.saved] == [2, 4, 5]
+
+
+def test_a_steps_groups_are_let_go_before_the_next_ones_are_sampled():
+    """A handle that is held keeps its arrays in the store: two steps' arrays at once would halve the longest responses."""
+    class Watching(World):
+        def __init__(self):
+            super().__init__()
+            self.seen: list[weakref.ref] = []
+            self.alive: list[int] = []
+
+        def sample(self, prompts, sampling, finished=lambda groups: None):
+            self.alive.append(sum(one() is not None for one in self.seen))
+            return super().sample(prompts, sampling, finished)
+
+        def step_done(self, progress, metrics, groups):
+            self.seen += map(weakref.ref, [*groups, *(group.labelled.rollout for group in groups)])
+
+    world = Watching()
+    gc.disable()  # by counting alone, as in a run, where a collection comes when it comes
+    try:
+        train(world.run(config(steps=3), held_out=PROMPTS[4:]), Progress())
+    finally:
+        gc.enable()
+    assert len(world.seen) == 3 * 8 and world.alive == [0] * 6, "of the probe, three steps and two evaluations"
 
 
 def test_a_stop_finishes_the_step_and_saves():

@@ -100,6 +100,12 @@ def test_evaluation_clusters_by_problem():
     assert e.kl_per_token == pytest.approx(0.8 / 24) and e.metrics()["evaluate/s/avg_at_2"] == 0.5
 
 
+def test_a_single_problem_has_no_standard_error():
+    e = evaluation_of([group("a", (OK, LATE))])
+    assert e.accuracy == 1.0 and e.accuracy_standard_error is None and "evaluate/s/standard_error" not in e.metrics()
+    assert "avg@2 100.0 % (1 held-out problems, sampling seed 1, 1 of 2 responses without a verdict)" in e.text()
+
+
 def evaluation_of(groups):
     return summarise_evaluation([g.rollout for g in groups], [g.judged for g in groups], [g.reference for g in groups],
                                 step=3, policy_version=3, seed=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -48,6 +50,8 @@ class Obedient:
             print("noise on stdout", flush=True)
             os.write(1, b"\0\0\0\1x")
             return Step(f"read {sys.stdin.read()!r}")
+        if command == "trickle":
+            _trickle()
         if command == "fork":
             os.fork()  # and both come back
         if command == "no-step":
@@ -66,6 +70,20 @@ class Obedient:
     def close(self) -> None:
         if self.task.text == "close raises":
             raise RuntimeError("in close")
+
+
+def _trickle() -> None:
+    """A byte of a long reply every 0.3 s, on whatever leads out of this process."""
+    def leads_out(fd: int) -> bool:
+        try:
+            return stat.S_ISFIFO(os.fstat(fd).st_mode) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+        except OSError:
+            return False
+
+    (fd,) = [fd for fd in range(3, 64) if leads_out(fd)]
+    for byte in b"\0\0\1\0" + b"x" * 252:
+        os.write(fd, bytes([byte]))
+        time.sleep(0.3)
 
 
 class Unfinished:

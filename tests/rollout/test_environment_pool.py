@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from akl_dist.config.schema import Config, ToolsConfig
 from akl_dist.contract.errors import RunError, UserError
 from akl_dist.contract.fences import blocks
 from akl_dist.rollout.environment import Step, Task
 from akl_dist.rollout.environment_pool import EnvironmentPool, Fault
+from akl_dist.rollout.tools import check_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,6 +108,24 @@ def test_a_mistake_is_found_at_the_start(environment, params, words):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@pytest.mark.parametrize(("environment", "params", "words"), [
+    ("no_such_module:Class", {}, "no module named 'no_such_module'.*PYTHONPATH"),
+    ("environment_fakes:Unfinished", {}, "without step, close.*docs/tools.md"),
+    ("environment_fakes:Obedient", {"greting": "x"}, r"unexpected keyword argument 'greting'.*rollout\.tools\.params"),
+    ("python", {"max_interpreter": 3}, r"unexpected keyword argument 'max_interpreter'.*rollout\.tools\.params"),
+])
+def test_a_mistake_is_found_before_anything_starts(environment, params, words):
+    def config(environment, params):
+        return replace(Config(), rollout=replace(Config().rollout, tools=ToolsConfig(environment=environment, params=params)))
+
+    with pytest.raises(UserError, match=words):
+        check_environment(config(environment, params))
+    for fits in (("python", {}), ("environment_fakes:Obedient", {"greeting": "x"}), ("environment_fakes:Refusing", {}), (None, {})):
+        check_environment(config(*fits))
+    replayed = config(environment, params)
+    check_environment(replace(replayed, rollout=replace(replayed.rollout, replay="somewhere")))
+
+
 def test_what_an_environment_raises_fails_its_rollout_alone():
     with fake_pool() as pool:
         for key, text in (("a", "t"), ("b", "raise"), ("c", "close raises"), ("d", "t"), ("e", "t"), ("f", "t"), ("g", "t")):
@@ -159,6 +180,16 @@ def test_the_limit_counts_from_when_the_process_could_begin():
             pool.open(key, task())
             pool.step(key, "sleep 0.4")
         assert [key for key, reply in replies(pool, 5) if isinstance(reply, Step)] == list("abcde")
+
+
+def test_a_reply_that_trickles_has_one_limit():
+    with fake_pool(timeout_s=1.5) as pool:
+        pool.open("a", task())
+        assert ask(pool, "a", "x")
+        begin = time.monotonic()
+        pool.step("a", "trickle")
+        ((_, fault),) = replies(pool, 1)
+        assert isinstance(fault, Fault) and "no reply within 1.5 s" in fault.reason and time.monotonic() - begin < 10
 
 
 def test_a_process_that_dies_by_itself():

@@ -12,8 +12,8 @@ import pytest
 pytestmark = pytest.mark.stack
 
 import akl_dist.rollout.pool as pool_module  # noqa: E402
-from akl_dist.cluster.gather import Part, fetch, gather  # noqa: E402
-from akl_dist.contract.errors import ActorDied, DeadlineExceeded, ModelError  # noqa: E402
+from akl_dist.cluster.gather import Part, fetch, fetch_all, gather  # noqa: E402
+from akl_dist.contract.errors import ActorDied, DeadlineExceeded, ModelError, RunError  # noqa: E402
 from akl_dist.contract.records import Prompt, RolloutArrays, Sampling, Turns  # noqa: E402
 from akl_dist.rollout.launch import EngineSettings  # noqa: E402
 from akl_dist.rollout.pool import RolloutActor, RolloutPool  # noqa: E402
@@ -25,7 +25,7 @@ SAMPLING = Sampling(group_size=2, temperature=1.0, max_response_tokens=4, end_id
 
 class StandInEngine:
     """Two responses per prompt: (prompt id, 1) and (prompt id, prompt id, 1), the last prompt's first, each in a list of its own.
-    Prompt ids 66, 67 and 68 fail in their ways; 69 lets a second pass, and others with it."""
+    Prompt ids 66, 67, 68 and 71 fail in their ways; 69 lets a second pass, and others with it."""
 
     policy_version = 5
 
@@ -43,6 +43,8 @@ class StandInEngine:
                 time.sleep(30)
             if prompt.token_ids == (69,):
                 time.sleep(1.0)
+            if prompt.token_ids == (71,):
+                continue
             (first,) = prompt.token_ids
             ids = np.array([first, 1, first, first, 1], np.int32)
             arrays = RolloutArrays(ids, np.full(5, -0.5, np.float32))
@@ -137,6 +139,29 @@ def test_failures_name_the_engine(make):
     assert error.value.actor == "rollout/test0/1"
     with pytest.raises(ActorDied, match="rollout/test0/0"):
         pool.sample(prompts(67, 1), SAMPLING)
+
+
+def test_a_draw_after_one_that_was_given_up(make):
+    """Calls of the old draw are still queued when the new one begins; none of their groups gets into it."""
+    pool = make(2)
+    for end in ("consumer", "engine", "consumer"):
+        def finished(groups, fails=end == "consumer"):
+            if fails:
+                raise ZeroDivisionError("of the consumer")
+
+        with pytest.raises((ZeroDivisionError, ModelError)):
+            pool.sample(prompts(66, 66, *range(100, 130)) if end == "engine" else prompts(*range(100, 130)), SAMPLING, finished)
+        groups = pool.sample(prompts(*range(200, 231)), SAMPLING)
+        assert [group.prompt.prompt_id for group in groups] == [f"p/{i}" for i in range(200, 231)]
+        arrays = fetch_all([group.arrays for group in groups], timeout_s=30, stage="rollout", what="arrays")
+        assert [int(one.token_ids[0]) for one in arrays] == list(range(200, 231))
+
+
+def test_an_engine_that_leaves_a_prompt_out_is_named(make):
+    pool = make(2)
+    with pytest.raises(RunError, match="groups of 5 prompts: got 4") as error:
+        pool.sample(prompts(1, 2, 3, 71, 5), SAMPLING)
+    assert error.value.actor == "rollout/test0/1"
 
 
 def test_a_hanging_engine_meets_the_deadline(make):

@@ -113,7 +113,7 @@ def test_usage_is_read_from_the_tree_below_init(tmp_path, monkeypatch):
     _task(tmp_path / "8", ticks=(hz // 10, 0, 0, 0), began=49 * hz, delay_ns=500_000_000)
     _task(tmp_path / "9", ticks=(0, hz // 10, 0, 0), began=49 * hz)
     found = usage(str(tmp_path), "5")
-    assert (found.lifetime_s, found.waited_s, found.cpu_s) == (3.0, 0.75, pytest.approx(1.2))
+    assert (found.lifetime_s, found.waited_s, found.cpu_s) == (3.0, 0.5, pytest.approx(1.2)), "the longest wait, all processor time"
     assert usage(str(tmp_path), "9") == Usage(), "no init yet"
     assert usage(str(tmp_path), "7") == Usage(), "no program yet"
 
@@ -189,6 +189,25 @@ def test_a_wrong_one_is_held_to_its_limit_all_the_same(sandbox, source):
     with crowded(sandbox.pid, rivals=1):
         ended = sandbox.run_script(source, limits=LIMITS).ended
     assert ended.limit == "time_limit" and LIMITS.wall_s <= ended.seconds < STRETCH * LIMITS.wall_s
+
+
+BURSTS = """
+import os, time
+start, turn = time.monotonic(), 0
+for _ in range(29):
+    if os.fork() == 0: break
+while True:
+    turn += 1
+    time.sleep(max(0, start + turn * 0.01 - time.monotonic()))
+    until = time.perf_counter() + 0.00004
+    while time.perf_counter() < until: pass
+"""
+
+
+def test_processes_that_keep_one_another_waiting_are_not_starved(judge):
+    """Thirty that sleep and wake at once wait for one another longer, taken together, than time passes."""
+    made = judge.judge(CodeTask("stdin_program", f"```python\n{BURSTS}```", {"cases": [{"input": "", "output": "1"}]}))
+    assert (made.status, made.reason) == (Status.WRONG, "time_limit")
 
 
 @needs_isolation

@@ -6,9 +6,11 @@ import collections
 import datetime
 import decimal
 import fractions
+import itertools
 import json
 import math
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -63,6 +65,25 @@ def test_iterators_views_and_defaults():
     assert through(map(str, [1])) != ["1"], "an iterator does not equal a list, as in Python"
     assert bool(through(re.match("a", "ab")))
     assert math.isnan(through(math.nan)) and through(-0.0).hex() == "-0x0.0p+0"
+
+
+def test_numbers_of_packages_are_the_values_they_stand_for():
+    numpy, sympy = pytest.importorskip("numpy"), pytest.importorskip("sympy")
+    scalars = [numpy.int64(7), numpy.float32(0.5), numpy.bool_(True), numpy.str_("a")]
+    row = [*scalars, sympy.Integer(3), sympy.Integer(0), numpy.uint8(2)]
+    made = through(row)
+    assert made == [7, 0.5, True, "a", 3, 0, 2]
+    assert [type(one) for one in made] == [int, float, bool, str, int, int, int]
+    for other in (numpy.array([1]), numpy.datetime64("2020-01-01"), sympy.Symbol("x"), sympy.Rational(1, 2)):
+        with pytest.raises(Unsupported):
+            encode(other)
+
+
+def test_iterators_of_itertools():
+    assert list(through(itertools.permutations([1, 2]))) == [(1, 2), (2, 1)]
+    assert list(through(itertools.chain([1], [2]))) == [1, 2] and list(through(itertools.accumulate([1, 2]))) == [1, 3]
+    with pytest.raises(Unsupported):
+        encode(itertools.count())
 
 
 class _Equal:
@@ -168,6 +189,16 @@ def test_lists_of_what_may_collide_are_bounded():
     pairs = [["t", [["i", hex(-1 - (k >> bit & 1))] for bit in range(15)]] for k in range(1 << 15)]
     with pytest.raises(Unsupported, match="values"):
         decode(["l", pairs])
+
+
+def test_fractions_are_bounded():
+    """Reducing one costs the square of its length: 4 million bits took 8 s."""
+    number = ["q/", hex((1 << 4_000_000) - 1), hex((1 << 3_900_000) + 1)]
+    start = time.monotonic()
+    with pytest.raises(Unsupported, match="fraction"):
+        decode(number)
+    assert time.monotonic() - start < 1.0
+    assert decode(["q/", hex(3 << 90_000), hex(1 << 90_000)]) == 3
 
 
 def test_deep_trees_are_bounded():

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 SECRET, ARGUMENT = 918273645546372819, 271828182845904523  # what is expected, and of which call
 
+NODE = """\
+class Node:
+    def __init__(self, v, left=None): self.v, self.left, self.log = v, left, []
+    def add(self, x): self.log.append(x); return self
+    def fail(self): raise KeyError("k")
+    def __len__(self): return len(self.log)
+    def __getitem__(self, place): return self.log[place]
+    def __iter__(self): return iter(self.log)
+    def __str__(self): return f"<{self.v}>"
+    size = property(len)
+def depth(node): return 0 if node is None else 1 + depth(node.left)
+"""
+
 RIGHT = [
     (
         {"entry_point": "f", "asserts": ["for x in range(5):\n    assert f(x) == x * x"]},
@@ -113,6 +126,48 @@ def f(x): return Counter(x)
 def f(n): return 10 ** n
 """,
     ),
+    *(
+        ({"entry_point": "Node", "asserts": [test]}, NODE)
+        for test in (
+            "r = Node(1)\nr.left = Node(2)\nr.left.left = Node(3)\nassert depth(r) == 3",
+            "assert depth(Node(1, Node(2))) == 2",
+            "n = Node(1)\nn.add(5).add(6)\nassert n.size == 2 and len(n) == 2 and list(n) == [5, 6] and n[1] == 6",
+            "assert str(Node(1)) == '<1>'",
+            "assert f'{Node(4)}' == '<4>'",
+            "assert Node(9).v == 9 and Node(9).left is None",
+            "assert Node(1, Node(7)).left.v == 7",
+            "n = Node(1)\ntry:\n    n.fail()\n    assert False\nexcept KeyError:\n    pass",
+        )
+    ),
+    (
+        {
+            "entry_point": "f",
+            "asserts": ["try:\n    f('{')\n    assert 0\nexcept ValueError as error:\n    assert 'line 1' in str(error)"],
+        },
+        """\
+import json
+def f(x): return json.loads(x)
+""",
+    ),
+    (
+        {"entry_point": "f", "cases": [{"args": [[float("-inf"), 1e999, 10**5000]], "expected": [float("inf"), 10**5000 % 7]}]},
+        """\
+def f(x): return max(x), x[2] % 7
+""",
+    ),
+    (
+        {"entry_point": "f", "cases": [{"args": [], "expected": [float("nan"), 3]}]},
+        """\
+import numpy
+def f(): return numpy.float64("nan"), numpy.sum([1, 2])
+""",
+    ),
+    (
+        {"entry_point": "f", "asserts": ["assert math.isclose(f(4), 2.0)", "assert f(4) < sys.maxsize"]},
+        """\
+def f(x): return x ** 0.5
+""",
+    ),
     (
         {"entry_point": "f", "asserts": ["assert f(1) == 2"]},
         """\
@@ -202,6 +257,19 @@ def f(x): return 1
     "printed verdict": """\
 print('PASS'); print('{"status": "ok", "correct": true}')
 def f(x): return 1
+""",
+    "own modules of the tests": """\
+class math: isclose = staticmethod(lambda *a, **k: True)
+class sys: getsizeof = staticmethod(lambda *a: 1)
+def Counter(*a): return 1
+def f(x): return 1
+""",
+    "fraction that is costly to reduce": """\
+import fractions
+def f(x):
+    made = object.__new__(fractions.Fraction)
+    made._numerator, made._denominator = (1 << 3900000) - 1, 3 ** 1200000 | 1
+    return made
 """,
     "replaced check": """\
 def check(c): return True

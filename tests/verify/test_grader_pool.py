@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from akl_dist.contract import message_process
 from akl_dist.contract.errors import DeadlineExceeded, VerifierFault
+from akl_dist.contract.message_process import MessageProcess
 from akl_dist.contract.records import Status
 from akl_dist.verify.grader import GraderPool, Item
 
@@ -308,3 +310,24 @@ def test_graders_import_neither_torch_nor_ray():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT)
     assert out.stdout.split() == ["False", "False"]
+
+
+def test_one_that_writes_without_end_does_not_keep_its_reader_from_the_clock(monkeypatch):
+    """However fast it writes: here the pipe is never found empty."""
+    process = MessageProcess("akl_dist.verify.grader_main", [FAKE["judge"]], environment=PATH | {"PATH": ""}, cwd="/")
+    try:
+        reads = []
+
+        def never_empty(descriptor, size):
+            reads.append(size)
+            assert len(reads) <= 2 * message_process.BURST // size, "it reads on and on"
+            return bytes(size)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(message_process.os, "read", never_empty)
+            assert process.receive() and process.received == message_process.BURST
+            assert process.receive() and process.received == 2 * message_process.BURST, "the rest comes with the next look"
+        with pytest.raises(ValueError):
+            process.messages()
+    finally:
+        process.end()

@@ -220,8 +220,9 @@ def test_every_command_of_the_page_is_accepted(folder, monkeypatch):
 def test_every_function_of_the_page_judges(folder, function, signature, right, wrong):
     config = VerifyConfig(kind="custom", custom=f"my_rewards:{function}", signature=signature)
     judge = RewardJudge(RewardSettings.of(config))
-    verdicts = [judge.judge(RewardItem("16", f"7+9={answer}", False, prompt="7+9")) for answer in (16, 15)]
-    assert [(v.status, v.reward) for v in verdicts] == [(Status.OK, right), (Status.WRONG, wrong)]
+    for words in ("7+9={}", "<think>7+9={}</think>\\boxed{{{}}}"):  # the second as the model of +exp=tiny writes it
+        verdicts = [judge.judge(RewardItem("16", words.format(answer, answer), False, prompt="7+9=")) for answer in (16, 15)]
+        assert [(v.status, v.reward) for v in verdicts] == [(Status.OK, right), (Status.WRONG, wrong)], words
 
 
 def test_the_endpoint_of_the_page_answers(folder):
@@ -230,9 +231,9 @@ def test_the_endpoint_of_the_page_answers(folder):
     thread.start()
     try:
         judge = RewardJudge(RewardSettings.of(VerifyConfig(kind="http", http_url=f"http://127.0.0.1:{server.server_port}/score")))
-        verdicts = [judge.judge(RewardItem("16", f"7+9={answer}", False)) for answer in (16, 15)]
+        verdicts = [judge.judge(RewardItem("16", f"7+9=\\boxed{{{answer}}}", False)) for answer in (16, 15)]
     finally:
         server.shutdown()
         thread.join(timeout=10)
         server.server_close()
-    assert [v.reward for v in verdicts] == [1.0, 0.0] and verdicts[1].reason == "another ending"
+    assert [v.reward for v in verdicts] == [1.0, 0.0] and verdicts[1].reason == "another number"

@@ -151,6 +151,29 @@ def test_nothing_in_the_sandbox_holds_an_expected_value(tests):
     assert found["argument"] > 0 and found["expected"] == 0
 
 
+def test_a_right_program_may_write_all_that_is_expected(judge):
+    """Above the output limit, if what is expected is; endless output ends it all the same."""
+    tests = {"cases": [{"input": "", "output": "\n".join(map(str, range(400_000)))}]}
+    assert len(tests["cases"][0]["output"]) > LIMITS.output_bytes
+    assert verdict(judge, "print(*range(400000), sep='\\n')", tests, "stdin_program").status is Status.OK
+    assert verdict(judge, "while True: print('x' * 10 ** 6)", tests, "stdin_program").reason == "output"
+
+
+@pytest.mark.parametrize("test", ["candidate(lambda x: x)", "candidate(1) == 1\n    assert candidate([object()]) == 1"])
+def test_arguments_that_no_message_holds_are_the_tests_fault(judge, test):
+    made = verdict(judge, "def f(x): return 1", {"entry_point": "f", "test": f"def check(candidate):\n    assert {test}\n"})
+    assert made.status is Status.INVALID_GOLD and "cannot be sent" in made.reason
+
+
+def test_objects_learn_nothing_of_what_is_expected(judge):
+    """Comparisons with an object of the program stay here; an object that claims to equal everything is wrong."""
+    always = ATTACKS["always equal"].replace("class Y:", "class Y:\n    __contains__ = __lt__ = lambda s, o: True")
+    for test in ("Box() == 77", "77 in Box()", "Box().v == 77", "Box().get() == 77", "sorted(Box()) == [77]", "Box()[0] == 77",
+                 "len(Box()) == 77", "Box() < 77", "Box().ok", "not Box().bad", "str(Box()) == '77'"):
+        made = verdict(judge, f"{always}\nclass Box(Y): pass", {"entry_point": "Box", "asserts": [f"assert {test}"]})
+        assert made.status is Status.WRONG, test
+
+
 def test_states_that_are_nobodys_answer(judge):
     def status(tests, source="def f(x): return 1", style="instruct_function"):
         return verdict(judge, source, tests, style).status

@@ -52,6 +52,9 @@ def completion(text, prompt=PROMPT):
         f"```python\r\n{ADD}```\r\n",
         f"```python\n{ADD}```<|im_end|>\n```python\ndef add(a, b):\n    return 0\n```",
         f"I define it below.\n\n{ADD}\nThis adds them.",
+        f"```python\n{ADD.rstrip()}```",
+        f"```python\n{ADD.rstrip()}```\nThat is it.",
+        f"1. So:\n   ~~~py\n   {ADD.rstrip().replace(chr(10), chr(10) + '   ')}~~~\n   Done.",
     ],
 )
 def test_the_function_is_found(text):

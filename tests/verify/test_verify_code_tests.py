@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import math
 
 import pytest
 
 from akl_dist.verify.code_output import same_output
 from akl_dist.verify.code_tests import BadTests, function_cases, plan_asserts, plan_check
-from akl_dist.verify.code_values import TooMuch, evaluate, same_value, supported
+from akl_dist.verify.code_values import TooMuch, evaluate, literal, same_value, supported
 
 
 def plan(*asserts, setup="", entry_point="f", prompt="", program="def f(*a): pass\n"):
@@ -45,6 +46,8 @@ def plan(*asserts, setup="", entry_point="f", prompt="", program="def f(*a): pas
         ("assert isinstance(f(1), list)", ["f(1)"], [[]], True),
         ("assert f(1) == 5 if True else False", ["f(1)"], [5], True),
         ("assert f(1) == -2 ** 3", ["f(1)"], [-8], True),
+        ("assert dict(zip(f(1), f(2))) == {1: 2}", ["f(1)", "f(2)"], [iter([1]), (2,)], True),
+        ("assert dict(f(1)) == {1: 2}", ["f(1)"], [iter([(1, 2)])], True),
     ],
 )
 def test_asserts_are_split(text, calls, values, holds):
@@ -70,6 +73,10 @@ def test_asserts_are_split(text, calls, values, holds):
         "assert f(1) == EXPECTED",
         "assert f(1) == expected()",
         "assert close(f(1), 918273645)",
+        "assert math.isclose(f(1), 918273645)",
+        "assert f(1) == sys.getsizeof(918273645)",
+        "assert np.allclose(f(1), np.array([918273645]))",
+        "assert Counter(f(1)) == Counter([918273645])",
     ],
 )
 def test_expected_values_are_in_nothing_the_program_gets(text):
@@ -80,6 +87,22 @@ def test_expected_values_are_in_nothing_the_program_gets(text):
     assert "918273645" not in "\n".join(sent)
     everything = ast.unparse(ast.parse(text)) + setup
     assert "918273645" in everything, "the search can find it"
+
+
+def test_a_name_that_tests_use_and_import_nowhere_may_be_what_they_test():
+    assert plan("assert Counter('aab') == {'a': 2}", entry_point="").checks[0].calls == ("Counter('aab')",)
+    assert plan("assert Counter('aab') == {'a': 2}", entry_point="Counter").checks[0].calls == ("Counter('aab')",)
+    assert plan("assert math.isclose(f(1), 2)", entry_point="").checks[0].calls == ("f(1)",)
+    test = "def check(candidate):\n    assert math.isclose(candidate(1), 2)"
+    made = plan_check(test, entry_point="f", prompt="", setup="", program="")
+    assert made.test_run.definitions.startswith("import math\n")
+
+
+@pytest.mark.parametrize("text", ["assert close(f(1), 918273645)", "assert not differ(f(1), 918273645)", "assert ok(x=f(1))"])
+def test_the_programs_own_function_is_no_judge(text):
+    with pytest.raises(BadTests, match="do not define"):
+        plan(text)
+    assert plan("assert decode(f(1)) == 2").checks[0].calls == ("decode(f(1))",), "what is expected stays here"
 
 
 def test_what_calls_need_goes_to_the_program():
@@ -177,6 +200,7 @@ def test_the_evaluator_knows_a_closed_list(text):
         ("'%99999999d' % x", 1),
         ("sum(x, [])", [[1]]),
         ("list(x)", range(10**12)),
+        ("dict(x)", [range(2), range(10**12)]),
         ("x + 1", 2**5000), ("0.5 in x", range(10**12)), ("round(1, x)", -(10**9)),
     ],
 )
@@ -209,6 +233,11 @@ def test_costly_arithmetic_is_refused(text, value):
         ("a\r\nb\r\n", "a\nb\n", True),
         ("1,5", "1.5", False),
         ("1e999 ", "1e998", False),
+        ("1000000008.0", "1000000007", False),
+        ("1000000007.0", "1000000007", True),
+        ("4.99999999e17", "499999999500000000", False),
+        ("4.999999995e17", "499999999500000000", True),
+        ("1000000008.5", "1000000007.5", True),
         ("0.0", "0", True),
         ("6 6", "6", False),
     ],
@@ -232,6 +261,15 @@ def test_same_output(actual, expected, same):
         (True, 1.0, False),
         (float("nan"), 1.0, False),
         (iter([1]), [1], False),
+        (1000000008.0, 1000000007, False),
+        (1000000007.0, 1000000007, True),
+        (0.9999999999999999, 1, True),
+        (1000000008.5, 1000000007.5, True),
+        (float("nan"), float("nan"), True),
+        ([float("nan")], [float("nan")], True),
+        (0, float("nan"), False),
+        (float("inf"), float("inf"), True),
+        (float("inf"), 10**9, False),
     ],
 )
 def test_same_value(value, expected, same):
@@ -250,3 +288,14 @@ def test_function_cases():
     ):
         with pytest.raises(BadTests):
             function_cases(bad)
+
+
+def test_arguments_as_source():
+    for value in (1, -5, 10**5000, -(10**5000), 0.1, -0.0, math.inf, -math.inf, True, None, "a'\n\ud800", [[1, math.inf]],
+                  {"a": [math.inf, {"b": 10**5000}]}, [], {}):
+        made = eval(literal(value), {"__builtins__": {}})  # noqa: S307 (the test's own values)
+        assert made == value and type(made) is type(value)
+
+
+def test_nan_as_source():
+    assert math.isnan(eval(literal(math.nan), {"__builtins__": {}}))  # noqa: S307

@@ -22,6 +22,7 @@ HEADER = struct.Struct(">I")
 MAX_DEPTH = 150
 MAX_NODES = 200_000
 MAX_DECIMAL_EXPONENT = 5000  # int() of a larger one would cost its digits
+MAX_FRACTION_BITS = 100_000  # of each part: reducing one costs their square
 MAX_ODD_KEYS = 4000  # keys whose hashes a program can choose: big integers, floats, tuples
 MAX_BIG = 4000  # integers beyond 60 bits, wherever they stand: a test may make a set of them
 TUPLE_COST = 10  # nodes: as for big integers, but hashes of tuples are harder to choose
@@ -107,12 +108,24 @@ def _encode_rare(value: Any, kind: type, depth: int, budget: _Budget) -> list:
         return ["Td", value.days, value.seconds, value.microseconds]
     if kind in _VIEWS:
         return ["v", _VIEWS[kind], [_encode(one, depth + 1, budget) for one in value]]
-    if kind in _ITERATORS:
+    if kind in _ITERATORS or kind is _loaded("itertools", kind.__name__):
         items = []
         for one in value:
             items.append(_encode(one, depth + 1, budget))
         return ["I", items]
+    plain = _plain(value)
+    if type(plain) in (bool, int, float, complex, str):
+        return _encode(plain, depth, budget)
     raise Unsupported(f"a {kind.__name__}" if type(kind.__name__) is str else "an object")
+
+
+def _plain(value: Any) -> Any:
+    """The value that a scalar of numpy or an integer of sympy stands for, else None. Tests see no difference, and where a program
+    lies about it, it is a plain value all the same."""
+    scalar, integer = _loaded("numpy", "generic"), _loaded("sympy", "Integer")
+    if scalar is not None and isinstance(value, scalar):
+        return value.item()
+    return int(value) if integer is not None and isinstance(value, integer) else None
 
 
 def _loaded(module: str, name: str) -> type | None:
@@ -178,7 +191,10 @@ def _decode_rare(tag: str, tree: list, depth: int, budget: _Budget) -> Any:
     if tag == "q/":
         import fractions
 
-        return fractions.Fraction(int(tree[1], 16), int(tree[2], 16))
+        parts = int(tree[1], 16), int(tree[2], 16)
+        if max(part.bit_length() for part in parts) > MAX_FRACTION_BITS:
+            raise Unsupported(f"a fraction of more than {MAX_FRACTION_BITS} bits")
+        return fractions.Fraction(*parts)
     if tag == "q.":
         import decimal
 

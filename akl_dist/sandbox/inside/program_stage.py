@@ -48,6 +48,8 @@ class Program:
         else:
             function = getattr(self.objects[request["object"]], request["name"])
         arguments, keywords = codec.decode(request["arguments"]), codec.decode(request["keywords"])
+        for place, number in request["objects"].items():
+            arguments[int(place)] = self.objects[number]
         return self._reply(function(*arguments, **keywords), request["may_hold"])
 
     def _reply(self, value: Any, may_hold: bool) -> dict:
@@ -69,7 +71,8 @@ def answer(handler: Callable[[dict], dict], request: dict) -> dict:
         return {"unsupported": str(error)[:200]}
     except RAISED as error:
         try:
-            return {"raised": type(error).__name__, "message": str(error)[:200]}
+            kinds = [kind.__name__ for kind in type(error).__mro__[:20]]
+            return {"raised": type(error).__name__, "kinds": kinds, "message": str(error)[:200]}
         except RAISED:
             return {"raised": "an exception", "message": ""}
 

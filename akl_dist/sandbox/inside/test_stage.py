@@ -26,6 +26,10 @@ class ProgramValue(Exception):
     """The program returned something that cannot be compared."""
 
 
+class NotSendable(BaseException):
+    """The tests pass what no message can hold: their fault, whatever they catch."""
+
+
 class Judge:
     """The other end: makes calls and counts them."""
 
@@ -44,8 +48,8 @@ class Judge:
             return codec.decode(reply["value"])
         if "unsupported" in reply:
             raise ProgramValue(reply["unsupported"])
-        kind = getattr(builtins, reply["raised"], None) if reply["raised"] not in _STOPS else None
-        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
+        kind = _built_in([reply["raised"], *reply["kinds"]])
+        if kind is not None:
             raise kind(reply["message"])
         raise ProgramRaised(f"{reply['raised']}: {reply['message']}")
 
@@ -54,25 +58,69 @@ class Judge:
         return self.ask({"call": "evaluate", "number": number})
 
     def apply(self, held: int | None, name: str, arguments: tuple, keywords: dict) -> Any:
-        return self.ask({"call": "apply", "object": held, "name": name, "arguments": codec.encode(list(arguments)),
-                         "keywords": codec.encode(keywords), "may_hold": held is None and name[:1].isupper()})
+        objects = {str(place): one._number for place, one in enumerate(arguments) if type(one) is Held}
+        try:
+            sent = codec.encode([None if type(one) is Held else one for one in arguments]), codec.encode(keywords)
+        except codec.Unsupported as error:
+            raise NotSendable(f"the tests pass {error} to {name}(), which cannot be sent") from None
+        return self.ask({"call": "apply", "object": held, "name": name, "arguments": sent[0], "keywords": sent[1],
+                         "objects": objects, "may_hold": held is not None or name[:1].isupper()})
 
 
-def function(judge: Judge, name: str, held: int | None = None) -> Callable[..., Any]:
-    """Proxy of a function of the program, or of a method of an object it made."""
-    return lambda *arguments, **keywords: judge.apply(held, name, arguments, keywords)
+def _built_in(names: list[str]) -> type[Exception] | None:
+    """The built-in exception that the program's is, or derives from: its own classes are not known here."""
+    for name in names:
+        kind = getattr(builtins, name, None)
+        if name in _STOPS or (kind is Exception and name != names[0]):
+            return None
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
+            return kind
+    return None
+
+
+def function(judge: Judge, name: str) -> Callable[..., Any]:
+    """Proxy of a function of the program."""
+    return lambda *arguments, **keywords: judge.apply(None, name, arguments, keywords)
 
 
 class Held:
-    """Proxy of an object made by one of the program's classes: its methods can be called, nothing else."""
+    """Proxy of an object made by one of the program's classes: what the program answers for it are values, or objects again.
+
+    It is asked for nothing that would tell the program what is expected: comparisons are not passed on.
+    """
 
     def __init__(self, judge: Judge, number: int) -> None:
-        self._judge, self._number = judge, number
+        self.__dict__.update(_judge=judge, _number=number)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def _pass_on(self, name: str, *arguments: Any) -> Any:
+        return self._judge.apply(self._number, name, arguments, {})
+
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return function(self._judge, name, self._number)
+        return self._pass_on("__getattribute__", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._pass_on("__setattr__", name, value)
+
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        return lambda *arguments, **keywords: self._judge.apply(self._number, "__call__", arguments, keywords)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._pass_on("__getitem__", key)
+
+    def __len__(self) -> int:
+        return self._pass_on("__len__")
+
+    def __iter__(self) -> Any:
+        return self._pass_on("__iter__")
+
+    def __repr__(self) -> str:
+        return self._pass_on("__repr__")
+
+    def __str__(self) -> str:
+        return self._pass_on("__str__")
 
     def __bool__(self) -> bool:
         raise ProgramValue("an object has no truth value here")
@@ -95,6 +143,8 @@ def run(request: dict) -> dict:
         names[name] = function(judge, name)
     try:
         exec(tests, names)  # noqa: S102
+    except NotSendable as error:
+        return {"broken": str(error)}
     except (Exception, SystemExit) as error:  # noqa: BLE001 (test code raises what it likes)
         return {"failed": type(error).__name__, "message": str(error)[:200], "calls": judge.calls}
     return {"calls": judge.calls}
