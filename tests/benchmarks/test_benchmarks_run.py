@@ -90,6 +90,6 @@ def test_what_a_benchmark_said_last_is_shown(tmp_path, monkeypatch):
     speaking.write_text("#!/bin/sh\necho table\necho '{\"ratio\": 2.0, \"max_ratio\": 1.0}'\necho why >&2\nexit 1\n")
     speaking.chmod(0o755)
     monkeypatch.setattr(everything.sys, "executable", str(speaking))
-    monkeypatch.delenv("LD_PRELOAD", raising=False)  # an engine in this process sets it, and the loader speaks of what it cannot find
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # an engine in this process sets it; the loader speaks of what it lacks
     outcome = everything.run("roles")
     assert (outcome.result, outcome.text, outcome.exit_code) == ({"ratio": 2.0, "max_ratio": 1.0}, "table\nwhy", 1)
