@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from akl_dist.sandbox import seccomp
 from akl_dist.sandbox.client import Sandbox, SandboxFault
 from akl_dist.sandbox.layout import BOX
 from akl_dist.sandbox.limits import MIB, Limits
@@ -59,6 +60,7 @@ def _from_inside(sandbox: Sandbox) -> list[str]:
     isolated = sandbox.isolation != "none"
     given = asdict(LIMITS) | {
         "isolated": isolated, "pid": sandbox.pid, "user": sandbox.user, "filter": sandbox.filter,
+        "denied_calls": seccomp.refusals() if sandbox.filter else {},
         "hidden": [*HIDDEN, str(Path(__file__).resolve()), os.path.expanduser("~/.ssh"), os.path.expanduser("~/.bashrc")],
         "read_only": ["/written", "/usr/lib/written", "/dev/written", "/proc/sys/kernel/hostname"],
         "root_only": sandbox.root_only_file, "environment": [*sandbox.environment(stages=True), "HOME", "TMPDIR", "LC_CTYPE"],

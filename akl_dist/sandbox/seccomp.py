@@ -47,19 +47,25 @@ def available() -> bool:
     return os.uname().machine in _ARCHITECTURES
 
 
+def refusals() -> dict[str, tuple[int, int]]:
+    """What the filter denies on this machine whatever the arguments: name -> (number, errno); clone3 gets ENOSYS, so that libc uses
+    clone."""
+    column, _ = _ARCHITECTURES[os.uname().machine]
+    return {name: (numbers[column], errno.ENOSYS if name == "clone3" else errno.EPERM) for name, numbers in _DENIED.items()}
+
+
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("HBBI", code, if_true, if_false, value)
 
 
 def program() -> bytes:
-    """The filter as BPF instructions: refuse the denied calls with EPERM (clone3 with ENOSYS, so that libc uses clone)."""
+    """The filter as BPF instructions: refuse the denied calls, new namespaces and other families of sockets."""
     column, audit = _ARCHITECTURES[os.uname().machine]
     steps = [_step(_LOAD, 4), _step(_EQUAL, audit, 1, 0), _step(_RETURN, _KILL), _step(_LOAD, 0)]
     if column == 0:
         steps += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _KILL)]
-    for name, numbers in _DENIED.items():
-        refusal = errno.ENOSYS if name == "clone3" else errno.EPERM
-        steps += [_step(_EQUAL, numbers[column], 0, 1), _step(_RETURN, _REFUSE | refusal)]
+    for number, refusal in refusals().values():
+        steps += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _REFUSE | refusal)]
     steps += [
         _step(_EQUAL, _CLONE[column], 0, 3), _step(_LOAD, 16),
         _step(_ANY_BIT, _NEW_NAMESPACES, 0, 4 + len(_FAMILIES)), _step(_RETURN, _REFUSE | errno.EPERM),

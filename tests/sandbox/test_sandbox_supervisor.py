@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from dataclasses import replace
 import pytest
 from sandbox_tools import MODES, control_groups, descendants, gone, python
 
-from akl_dist.sandbox import client
+from akl_dist.sandbox import client, seccomp
 from akl_dist.sandbox.client import Sandbox, SandboxFault
 from akl_dist.sandbox.layout import machine_layout
 from akl_dist.sandbox.limits import Limits
@@ -60,6 +61,7 @@ def test_without_isolation_limits_and_processes_are_still_kept():
         ("secret", "the environment is empty"),
         ("user", "the user is the sandbox's"),
         ("limit", "processes"),
+        ("call", "the system call getppid is refused"),
     ],
 )
 def test_a_restriction_that_does_not_hold_is_named(monkeypatch, breach, name):
@@ -74,6 +76,11 @@ def test_a_restriction_that_does_not_hold_is_named(monkeypatch, breach, name):
             monkeypatch.setattr(sandbox, "_run", lambda a, f, i, li, env, _=None: run(a, f, i, li, env | {"AKL_TEST_SECRET": "x"}))
         elif breach == "user":
             sandbox.user += 1
+        elif breach == "call":
+            if not sandbox.filter:
+                pytest.skip("no system-call filter for this architecture")
+            number = {"x86_64": 110, "aarch64": 173}[os.uname().machine]
+            monkeypatch.setattr(seccomp, "refusals", lambda: {"getppid": (number, errno.EPERM)})
         elif breach == "limit":
             run = sandbox._run
             monkeypatch.setattr(sandbox, "_run", lambda a, f, i, li, env, _=None: run(a, f, i, replace(li, processes=60), env))
