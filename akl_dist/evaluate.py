@@ -31,6 +31,7 @@ from akl_dist.config.resolve import resolved_data
 from akl_dist.config.schema import Config
 from akl_dist.config.validate import validate
 from akl_dist.contract.errors import AklError, ClusterError, DataError, RunError, UserError
+from akl_dist.rollout.tools import check_environment
 from akl_dist.verify.rewards import check_rewards
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ def _without_training_limits(config: Config) -> Config:
 def run(config: Config) -> int:
     """One evaluation, or with ``dry_run=true`` the data report and what this machine lacks. Returns the exit code."""
     from akl_dist.bookkeeping.journal import RunDirectory, new_run_id
-    from akl_dist.rollout.tools import check_environment
 
     config = replace(config, run_id=config.run_id or new_run_id())
     directory = RunDirectory(Path(config.output_dir) / EXPERIMENT / str(config.run_id))

@@ -196,13 +196,13 @@ def find(run_dir: Path, resume: str, *, num_ranks: int) -> Found:
     else:
         folder = Path(resume)
         if not folder.is_dir():
-            raise _mismatch("resume", f"{resume}, which is no folder", "auto, never or the path of a checkpoint",
-                         "Name a folder such as .../checkpoints/step_000012.")
+            raise _error("resume", f"{resume}, which is no folder", "auto, never or the path of a checkpoint",
+                         "Name a folder such as .../checkpoints/step_000012.", ResumeMismatch)
     checkpoint = verify(folder)
     if checkpoint.state.num_ranks != num_ranks:
-        raise _mismatch(f"{folder}: number of learner ranks", str(num_ranks),
+        raise _error(f"{folder}: number of learner ranks", str(num_ranks),
                      f"{checkpoint.state.num_ranks}, with which it was saved",
-                     f"Set learner.num_ranks={checkpoint.state.num_ranks}.")
+                     f"Set learner.num_ranks={checkpoint.state.num_ranks}.", ResumeMismatch)
     return Found("resumed", checkpoint, f"resumed from {folder}")
 
 
@@ -257,9 +257,5 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _error(subject: str, got: str, expected: str, remedy: str) -> CheckpointError:
-    return CheckpointError(subject, got=got, expected=expected, remedy=remedy, stage="checkpoint")
-
-
-def _mismatch(subject: str, got: str, expected: str, remedy: str) -> ResumeMismatch:
-    return ResumeMismatch(subject, got=got, expected=expected, remedy=remedy, stage="checkpoint")
+def _error(subject: str, got: str, expected: str, remedy: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
+    return kind(subject, got=got, expected=expected, remedy=remedy, stage="checkpoint")

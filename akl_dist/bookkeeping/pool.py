@@ -37,7 +37,6 @@ class ScribeActor:
             rows += rows_of_group(step, group, *parts)
         return write_rollouts(dump_path(Path(folder), step), rows)
 
-
     def write_samples(
         self, path: str, rollouts: Sequence[RolloutGroup], judged: Sequence[JudgedGroup], sandbox: str | None, timeout_s: float
     ) -> None:

@@ -147,7 +147,7 @@ class MixedPromptSource:
                 resumed[name] = PromptSource.from_state(found, sources[name])
             except ResumeMismatch as error:
                 raise ResumeMismatch(f"training prompts of data.mixture.{name}", got=error.got, expected=error.expected,
-                                      remedy=error.remedy, stage="data") from error
+                                     remedy=error.remedy, stage="data") from error
         mixed._join(resumed, {name: one["taken"] for name, one in sources.items()})
         return mixed
 
@@ -158,7 +158,7 @@ def _by_source(prompts: Sequence[Prompt], parts: Mapping[str, Fraction]) -> dict
         name = prompt.prompt_id.partition("/")[0]
         if name not in own:
             raise ResumeMismatch("data.mixture", got=f"prompts of {name}", expected=f"those of {', '.join(sorted(own))}",
-                                  stage="data", remedy="Resume with the same sources, or start anew with resume=never.")
+                                 stage="data", remedy="Resume with the same sources, or start anew with resume=never.")
         own[name].append(prompt)
     return own
 
@@ -181,12 +181,12 @@ def prompt_source_of(
     if not data.mixture:
         if state is not None and "sources" in state:
             raise ResumeMismatch("data.mixture", got="{}", expected=f"the checkpoint's sources: {', '.join(state['sources'])}",
-                                  stage="data", remedy="Resume with the same mixture, or start anew with resume=never.")
+                                 stage="data", remedy="Resume with the same mixture, or start anew with resume=never.")
         return PromptSource(loaded.train, seed=seed) if state is None else PromptSource.from_state(loaded.train, state)
     parts = shares(mixture_sources(data.mixture))
     if state is not None and "sources" not in state:
         raise ResumeMismatch("data.mixture", got=_shown(parts), expected="one data set, as in the checkpoint", stage="data",
-                              remedy="Resume without data.mixture, or start anew with resume=never.")
+                             remedy="Resume without data.mixture, or start anew with resume=never.")
     mixed = (MixedPromptSource(loaded.train, parts, seed=seed) if state is None
              else MixedPromptSource.from_state(loaded.train, state, parts))
     if prompts_per_step is not None:

@@ -16,8 +16,8 @@ import enum
 import re
 
 from akl_dist.verify import symbolic
-from akl_dist.verify.inequalities import RELATION, inequality, joined
-from akl_dist.verify.normalize import closing, closing_set, identity_key, is_words, split_top, three_digit_items
+from akl_dist.verify.inequalities import inequality, joined
+from akl_dist.verify.normalize import RELATION, closing, closing_set, identity_key, is_words, split_top, three_digit_items
 from akl_dist.verify.quantity import Quantity, TooLarge, parse_quantity
 from akl_dist.verify.units import split_unit
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from akl_dist.verify import symbolic
+from akl_dist.verify.normalize import RELATION
 from akl_dist.verify.quantity import parse_quantity
 
-RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>")
 _VARIABLE = re.compile(r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda))(?:_\{?\w\}?)?")
 _BELOW, _ABOVE = "-\\infty", "\\infty"
 

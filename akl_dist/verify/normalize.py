@@ -68,18 +68,18 @@ _TEXT = r"\\(?:text|mbox|hbox|textrm|textnormal|textbf|textit|textsf|texttt|text
 
 
 
-_RELATION = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+RELATION = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
 
 
 def _conjunction(word: re.Match[str]) -> str:
     """The separator for "and" or "or"; the numbers of ``x < 1 or x > 3`` are a union, those of ``x > 1 and x < 3`` fulfil both."""
-    either = word.group().endswith("or") and _RELATION.search(word.string)
+    either = word.group().endswith("or") and RELATION.search(word.string)
     return r" \cup " if either else " ; "
 
 
 def _connective(sign: re.Match[str]) -> str:
     """The word for a logical sign between inequalities; elsewhere ``p \\lor q`` is a formula."""
-    if not _RELATION.search(sign.string):
+    if not RELATION.search(sign.string):
         return sign.group()
     return " and " if sign.group() in ("\\land", "\\wedge") else " or "
 
@@ -174,7 +174,7 @@ def _level(match: re.Match[str]) -> str:
 def _condition(text: str) -> str:
     """The inequality of ``\\{x : x > 3\\}``, a set of real numbers."""
     builder = _SET_BUILDER.fullmatch(text)
-    return builder[1].strip() if builder and _RELATION.search(builder[1]) else text
+    return builder[1].strip() if builder and RELATION.search(builder[1]) else text
 
 
 def _outer_groups(text: str) -> str:
